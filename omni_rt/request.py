@@ -1,0 +1,82 @@
+"""What is asked and what is answered: plain values, the same for HTTP, CLI and embedding programs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing asked of a pipeline.
+
+    `params` are sampling and diffusion parameters by their usual names (`temperature`,
+    `max_tokens`, `num_inference_steps`, `guidance_scale`, `height`, ...). Each goes to every stage
+    on the way that accepts it; one that no stage accepts is refused. `stage_params` address one
+    stage by name and win over `params`.
+    """
+
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] = ()
+    outputs: tuple[str, ...] = ()  # names under `outputs:` of the pipeline; empty = all of them
+    params: dict[str, Any] = {}
+    stage_params: dict[str, dict[str, Any]] = {}
+    seed: int | None = None  # None: chosen at random; `Done.seed` says which was used
+    priority: int = 0  # higher goes first
+    deadline_s: float | None = None  # seconds from submission
+    label: str = ""  # the caller's own id, for logs; never used to address the request
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    """A piece of the reply's text, in order."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    output: str = "text"
+
+
+class Image(msgspec.Struct, frozen=True, tag=True):
+    """A finished picture, encoded."""
+
+    data: bytes
+    media_type: str  # e.g. "image/png"
+    width: int  # pixels, of the encoded picture
+    height: int
+    seed: int  # the seed that made it
+    output: str = "image"
+
+
+class Data(msgspec.Struct, frozen=True, tag=True):
+    """Raw bytes of a port that is neither text nor encoded media (latents, hidden states, ...)."""
+
+    data: bytes
+    dtype: str  # torch's name without the prefix: "float32", "bfloat16", "uint8", ...
+    shape: tuple[int, ...]
+    output: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A stage has done `step` of `total` steps of this request."""
+
+    stage: str
+    step: int
+    total: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The last item of every request that was answered."""
+
+    finish_reason: Literal["stop", "length"]
+    usage: dict[str, int]  # prompt_tokens, completion_tokens, images, ...
+    seed: int
+    stage_s: dict[str, float]  # seconds from submission to the end of each stage
+
+
+Output = Text | Image | Data | Progress | Done

@@ -1,0 +1,1 @@
+"""All that crosses a process boundary: tensor refs, messages, arenas, the channel."""
