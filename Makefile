@@ -7,6 +7,7 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .DEFAULT_GOAL := setup
 .PHONY: setup serve test check bench demo-train demo-eval clean
@@ -18,12 +19,14 @@ setup: $(READY)  ## Python environment in .venv; does nothing if it is up to dat
 # import takes transformers with it. Nothing here needs the three. torch goes first and with its
 # dependencies, so that whichever build pip finds (CPU or CUDA) is complete.
 $(READY): requirements/cpu.lock pyproject.toml
-	@echo "setting up .venv with $(PYTHON): about two minutes and 3 GB the first time"
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 15) else "omni-rt needs Python 3.11 to 3.14: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on "$$(grep '^torch==' requirements/cpu.lock)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on --no-deps -r requirements/cpu.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@echo "== 1 of 3: torch (the whole set-up takes about two minutes and 3 GB the first time)"
+	$(PIP) "$$(grep '^torch==' requirements/cpu.lock)"
+	@echo "== 2 of 3: the other packages"
+	$(PIP) --no-deps -r requirements/cpu.lock
+	@echo "== 3 of 3: omni-rt itself"
+	$(PIP) --no-deps --editable .
 	@touch $@
 
 serve: $(READY)  ## the server, in the foreground; CONFIG=pipeline.yaml PORT=8000
