@@ -1,0 +1,179 @@
+"""One tick: parked calls that fit are joined, each group runs its module once, all are resumed.
+
+A joined run is never trusted blindly. The first of each structure is run both ways and compared;
+a structure that differs, or that fails where its members alone do not, runs alone from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omni_rt_workers.engines.diffusers_dit.join import (
+    Digests,
+    Layout,
+    Unjoinable,
+    join,
+    layout,
+    split,
+)
+
+if TYPE_CHECKING:
+    from omni_rt_workers.engines.diffusers_dit.fibre import Call, Fibre
+
+log = logging.getLogger(__name__)
+
+# Largest difference of a joined result from the one alone, relative to the largest value. Lower
+# precisions round differently with every shape of a kernel.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start, warm-up included."""
+
+    ticks: int = 0
+    calls: int = 0  # calls that fibres made
+    runs: int = 0  # times that a module was run for them
+    joined: int = 0  # of these, runs for more than one call
+    widest: int = 0  # most calls in one run
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """In place of a result: the call raised."""
+
+    error: Exception
+
+
+@dataclass(eq=False, slots=True)
+class _Parked:
+    fibre: Fibre
+    call: Call
+    layout: Layout | None  # None: cannot be joined
+
+
+class Batch:
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self._joins: dict[Hashable, bool] = {}  # by structure: whether joining it is right
+        self._digests = Digests()
+
+    def tick(self, fibres: Sequence[Fibre]) -> None:
+        """Serve the parked call of each fibre once. A failing call fails its own fibre alone."""
+        self.counts.ticks += 1
+        for group in self._groups(fibres):
+            outcomes = self._run(group)
+            for member, outcome in zip(group, outcomes, strict=True):
+                if isinstance(outcome, Failure):
+                    member.fibre.fail(outcome.error)
+                else:
+                    member.fibre.resume(outcome)
+
+    def _groups(self, fibres: Sequence[Fibre]) -> list[list[_Parked]]:
+        groups: dict[Hashable, list[_Parked]] = {}
+        for fibre in fibres:
+            if (call := fibre.parked) is None:
+                continue
+            parked = _Parked(fibre, call, self._layout(call))
+            key: Hashable = parked.layout.key if parked.layout else id(parked)
+            groups.setdefault(key, []).append(parked)
+        return list(groups.values())
+
+    def _layout(self, call: Call) -> Layout | None:
+        try:
+            found = layout(call, self._digests)
+        except Unjoinable:
+            return None
+        return found if self._joins.get(found.structure, True) else None
+
+    def _run(self, group: list[_Parked]) -> list[Any]:
+        self.counts.calls += len(group)
+        calls = [member.call for member in group]
+        layouts = [member.layout for member in group if member.layout]
+        if len(group) == 1:
+            return [self._alone(calls[0])]
+        if layouts[0].structure not in self._joins:
+            return self._probe(calls, layouts)
+        try:
+            return self._together(calls, layouts)
+        except Exception as error:
+            return self._apart(calls, layouts, error)
+
+    def _alone(self, call: Call) -> Any:
+        """With the arguments just as the pipeline gave them: bit for bit what it gets without us."""
+        self.counts.runs += 1
+        self.counts.widest = max(self.counts.widest, 1)
+        try:
+            return call.function(*call.args, **call.kwargs)
+        except Exception as error:
+            return Failure(error)
+
+    def _together(self, calls: list[Call], layouts: list[Layout]) -> list[Any]:
+        results = split(calls[0].function(**join(layouts)), layouts)
+        self.counts.runs += 1
+        self.counts.joined += 1
+        self.counts.widest = max(self.counts.widest, len(calls))
+        return results
+
+    def _apart(self, calls: list[Call], layouts: list[Layout], error: Exception) -> list[Any]:
+        """After a joined run failed: the culprit fails again, or else joining was the culprit."""
+        results = [self._alone(call) for call in calls]
+        failed = any(isinstance(result, Failure) for result in results)
+        if not failed and not isinstance(error, torch.OutOfMemoryError):
+            self._distrust(calls[0], layouts[0], f"{type(error).__name__}: {error}")
+        return results
+
+    def _probe(self, calls: list[Call], layouts: list[Layout]) -> list[Any]:
+        alone = [self._alone(call) for call in calls]
+        if any(isinstance(result, Failure) or not _finite(result) for result in alone):
+            return alone  # says nothing about joining
+        try:
+            together = self._together(calls, layouts)
+        except Exception as error:
+            self._distrust(calls[0], layouts[0], f"{type(error).__name__}: {error}")
+            return alone
+        pairs = zip(together, alone, strict=True)
+        worst = max(difference(joined, single) for joined, single in pairs)
+        if worst <= 1.0:
+            self._joins[layouts[0].structure] = True
+        else:
+            self._distrust(calls[0], layouts[0], f"{worst:.1g} times the tolerance apart")
+        return alone
+
+    def _distrust(self, call: Call, one: Layout, reason: str) -> None:
+        self._joins[one.structure] = False
+        log.warning("%s calls run one by one, not joined: %s", call.component, reason)
+
+
+def difference(result: Any, reference: Any) -> float:
+    """The largest difference over the tensors of two results, 1.0 being what is tolerated."""
+    worst = 0.0
+    for one, other in zip(_tensors(result), _tensors(reference), strict=True):
+        if one.shape != other.shape:
+            return float("inf")
+        if not other.numel():
+            continue
+        apart = (one.double() - other.double()).abs().max().item()
+        scale = max(other.double().abs().max().item(), 1e-12)
+        worst = max(worst, apart / scale / TOLERANCE.get(other.dtype, 1e-4))
+    return worst
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for part in result.values():
+            yield from _tensors(part)
+    elif isinstance(result, list | tuple):
+        for part in result:
+            yield from _tensors(part)
+
+
+def _finite(result: Any) -> bool:
+    return all(bool(torch.isfinite(one).all()) for one in _tensors(result))

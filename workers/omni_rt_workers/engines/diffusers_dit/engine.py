@@ -1,0 +1,228 @@
+"""The engine: takes requests in, gives each a fibre, ticks them, and gives their pictures out."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omni_rt import errors
+from omni_rt_workers import media
+from omni_rt_workers.engines.diffusers_dit import guard, loading
+
+if TYPE_CHECKING:
+    import torch
+
+    from omni_rt.wire.messages import Ports, StageSpec
+    from omni_rt_workers.engine import Outbox, Say, Task
+    from omni_rt_workers.engines.diffusers_dit.batch import Batch, Counts
+    from omni_rt_workers.engines.diffusers_dit.fibre import Fibre
+    from omni_rt_workers.engines.diffusers_dit.params import CallForm
+    from omni_rt_workers.engines.diffusers_dit.shell import Shells
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Painting:
+    """A task with its fibre."""
+
+    task: Task
+    seed: int
+    fibre: Fibre
+    steps: int = 0  # denoise steps done
+    gave_latents: bool = False
+
+
+class DiTEngine:
+    """Up to `max_batch` requests are in work at once; others wait, higher priority first."""
+
+    def __init__(self, spec: StageSpec, out: Outbox) -> None:
+        self._spec = spec
+        self._out = out
+        self._waiting: list[Task] = []
+        self._paintings: list[Painting] = []
+        self._weights_bytes = 0
+        self._form: CallForm
+        self._shells: Shells
+        self._batch: Batch
+
+    def load(self, say: Say) -> Ports:
+        loading.check_options(self._spec)
+        where = loading.source(self._spec)
+        notes = guard.check(self._spec.name)
+        say("importing diffusers", 0.0)
+        import torch
+
+        from omni_rt_workers.engines.diffusers_dit import batch, params, shell
+
+        torch.set_grad_enabled(False)
+        say("loading weights", 0.3)
+        pipeline = loading.load_pipeline(self._spec, where)
+        self._weights_bytes = loading.weights_bytes(pipeline)
+        limits = {k: v for k, v in self._spec.options.items() if k in ("max_side", "max_steps")}
+        self._form = params.CallForm(self._spec.name, pipeline, params.Limits(**limits))
+        self._form.refuse_unknown(self._spec.sampling)
+        self._shells = shell.Shells(pipeline)
+        self._batch = batch.Batch()
+        say("warming up", 0.8)
+        self._warm_up()
+        log.info("%s: %s", type(pipeline).__name__, ", ".join(notes))
+        return self._form.ports(self._spec.max_batch)
+
+    @property
+    def counts(self) -> Counts:
+        return self._batch.counts
+
+    def memory(self) -> dict[str, int]:
+        return {"weights": self._weights_bytes}
+
+    def add(self, task: Task) -> None:
+        self._form.refuse_unknown(task.params)
+        self._waiting.append(task)
+        self._waiting.sort(key=lambda one: -one.priority)
+
+    def feed(self, task: Task, port: str) -> None:
+        """Nothing to do: a task starts once all its inputs have ended, see `_startable`."""
+
+    def abort(self, task: Task) -> None:
+        if task in self._waiting:
+            self._waiting.remove(task)
+        for painting in [one for one in self._paintings if one.task is task]:
+            self._paintings.remove(painting)
+            painting.fibre.end()
+
+    @property
+    def idle(self) -> bool:
+        return not self._startable() and all(one.task.held for one in self._paintings)
+
+    def step(self) -> None:
+        for task in self._startable():
+            self._start(task)
+        active = [one for one in self._paintings if not one.task.held]
+        self._batch.tick([one.fibre for one in active])
+        for painting in active:
+            if painting.fibre.dead:
+                self._conclude(painting)
+
+    def close(self) -> None:
+        for task in [*self._waiting, *(one.task for one in self._paintings)]:
+            self.abort(task)
+        for name in ("_form", "_shells", "_batch"):
+            vars(self).pop(name, None)
+        if self._spec.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _startable(self) -> list[Task]:
+        room = self._spec.max_batch - len(self._paintings)
+        ready = [task for task in self._waiting if not task.held and self._complete(task)]
+        return ready[:room]
+
+    def _complete(self, task: Task) -> bool:
+        return all(task.inputs.ended(port.name) for port in self._form.inputs)
+
+    def _start(self, task: Task) -> None:
+        self._waiting.remove(task)
+        try:
+            painting = self._painting(task)
+        except Exception as error:
+            self._out.fail(task, error)
+            return
+        self._paintings.append(painting)
+        painting.fibre.start()
+
+    def _painting(self, task: Task) -> Painting:
+        seed = task.params.get("seed", task.values.get("seed"))
+        seed = secrets.randbits(32) if seed is None else int(seed)
+        arguments = self._form.arguments(task, seed)
+        if {"image", "latents"} <= task.emit.keys():
+            self._form.watch_latents(
+                arguments, lambda latents: self._give_latents(painting, latents)
+            )
+        fibre = self._shells.fibre(arguments, lambda shell: self._stepped(painting, shell))
+        painting = Painting(task, seed, fibre)
+        return painting
+
+    def _stepped(self, painting: Painting, shell: Any) -> None:
+        painting.steps += 1
+        total = getattr(shell, "_num_timesteps", None) or len(shell.scheduler.timesteps)
+        self._out.progress(painting.task, painting.steps, max(total, painting.steps))
+
+    def _conclude(self, painting: Painting) -> None:
+        """Give out what a finished fibre made, or why it failed."""
+        task, fibre = painting.task, painting.fibre
+        self._paintings.remove(painting)
+        try:
+            if fibre.error is not None:
+                raise fibre.error
+            made = self._give(painting, fibre.result[0])
+        except Exception as error:
+            self._out.fail(task, self._explained(error, fibre))
+        else:
+            self._out.finish(task, usage={"images": made})
+        finally:
+            fibre.end()
+
+    def _give(self, painting: Painting, result: Any) -> int:
+        """`result` is a list of pictures, or the latents if no picture is wanted."""
+        task = painting.task
+        if "image" not in task.emit:
+            self._give_latents(painting, result)
+            return 0
+        for number, picture in enumerate(result, 1):
+            self._give_picture(painting, picture, last=number == len(result))
+        return len(result)
+
+    def _give_latents(self, painting: Painting, latents: torch.Tensor) -> None:
+        if "latents" in painting.task.emit and not painting.gave_latents:
+            painting.gave_latents = True
+            self._out.put(painting.task, "latents", latents, last=True)
+
+    def _give_picture(self, painting: Painting, picture: Any, *, last: bool) -> None:
+        task = painting.task
+        if not task.emit["image"].encode:
+            self._out.put(task, "image", _pixels(picture), last=last)
+            return
+        meta = {
+            "media_type": "image/png",
+            "width": picture.width,
+            "height": picture.height,
+            "seed": painting.seed,
+        }
+        self._out.put_bytes(task, "image", media.png(picture), last=last, meta=meta)
+
+    def _explained(self, error: Exception, fibre: Fibre) -> errors.OmniError:
+        """The error with its traceback as text: a live one would hold the whole run's tensors."""
+        if isinstance(error, errors.OmniError):
+            return error
+        said = f"{type(error).__name__}: {error}"
+        detail = "".join(traceback.format_exception(error))
+        if isinstance(error, ValueError) and not fibre.calls:  # the pipeline's check of its inputs
+            return errors.BadRequest(str(error), stage=self._spec.name, detail=detail)
+        return errors.StageFailed(said, stage=self._spec.name, detail=detail)
+
+    def _warm_up(self) -> None:
+        """Run two small requests, so that kernels are warm and their joining is proven."""
+        fibres = [self._shells.fibre(call, lambda _: None) for call in self._form.tiny()]
+        try:
+            for fibre in fibres:
+                fibre.start()
+            while any(fibres):  # some have not finished
+                self._batch.tick(fibres)
+            for failed in [one for one in fibres if one.error]:
+                log.warning("stage %s: warm-up failed: %s", self._spec.name, failed.error)
+        finally:
+            for fibre in fibres:
+                fibre.end()
+
+
+def _pixels(picture: Any) -> torch.Tensor:
+    """uint8 [height, width, 3]."""
+    import torch
+
+    raw = bytearray(picture.convert("RGB").tobytes())
+    return torch.frombuffer(raw, dtype=torch.uint8).view(picture.height, picture.width, 3)
