@@ -46,10 +46,10 @@ bench: $(READY)  ## where the time goes
 	$(BIN)/python -m bench $(ARGS)
 
 demo-train: $(READY)  ## train the bundled model again
-	$(BIN)/python -m demo.train $(ARGS)
+	$(BIN)/python demo/train.py $(ARGS)
 
 demo-eval: $(READY)  ## judge the bundled model with an independent recogniser
-	$(BIN)/python -m demo.judge $(ARGS)
+	$(BIN)/python demo/evaluate.py $(ARGS)
 
 clean:  ## caches and build outputs; the environment stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
