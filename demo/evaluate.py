@@ -1,4 +1,4 @@
-"""Put held-out requests to the server (or, with --plain, to the plain scripts) and judge the answers.
+"""Put held-out requests to the server (or, with --plain, to the plain scripts) and judge.
 
 Prints the failures, the accuracy by kind of request, and one JSON object as the last line. Exits
 with 1 when fewer than 97 of 100 pictures show what was asked for.
@@ -125,7 +125,7 @@ def _print_kinds(results: list[Result]) -> None:
         print(f"{kind:28} {sum(right):4}/{len(right):<4} {sum(right) / len(right):.3f}")
 
 
-# --- who is asked -----------------------------------------------------------------------------------
+# --- who is asked ---------------------------------------------------------------------------------
 
 
 def http_asker(url: str) -> Ask:
@@ -190,7 +190,9 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise SystemExit(f"the server ended with status {server.returncode} before it was ready")
+            raise SystemExit(
+                f"the server ended with status {server.returncode} before it was ready"
+            )
         with contextlib.suppress(OSError):  # not listening yet, or 503: not ready yet
             with urllib.request.urlopen(f"{url}/ready", timeout=5):
                 return
@@ -202,7 +204,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--url", help="a running server; by default one is started")
-    target.add_argument("--plain", action="store_true", help="no server: transformers and diffusers")
+    target.add_argument(
+        "--plain", action="store_true", help="no server: transformers and diffusers"
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight at once")
     parser.add_argument("--seed", type=int, default=0, help="which requests are drawn")

@@ -76,9 +76,7 @@ def look(picture: Image.Image) -> View | str:
                 return f"a {color} thing of no known shape"
             rows, columns = np.nonzero(patch)
             height, width = patch.shape
-            things.append(
-                Seen(color, shape, columns.mean() / width, rows.mean() / height)
-            )
+            things.append(Seen(color, shape, columns.mean() / width, rows.mean() / height))
     return View(background, tuple(things))
 
 
@@ -99,12 +97,11 @@ def fault(
         return "it shows " + (" and ".join(" ".join(pair) for pair in found) or "nothing")
     if relation is None:
         return None
-    pairs = [view.things, view.things[::-1]]
-    if any(
-        [(seen.color, seen.shape) for seen in pair] == things and _related(*pair, relation)
-        for pair in pairs
-    ):
-        return None
+    one, other = view.things
+    for first, second in ((one, other), (other, one)):  # like things may stand for each other
+        named = [(first.color, first.shape), (second.color, second.shape)]
+        if named == things and _related(first, second, relation):
+            return None
     return "the things are in other places"
 
 
@@ -160,7 +157,12 @@ def _patches(mask: Mask) -> Iterator[Mask]:
         while todo:
             row, column = todo.pop()
             patch[row, column] = True
-            for r, c in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            for r, c in (
+                (row + 1, column),
+                (row - 1, column),
+                (row, column + 1),
+                (row, column - 1),
+            ):
                 if 0 <= r < height and 0 <= c < width and left[r, c]:
                     left[r, c] = False
                     todo.append((r, c))

@@ -11,7 +11,12 @@ import torch
 from diffusers import ZImagePipeline
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SHAPES = Path(__file__).resolve().parent.parent / "omni_rt" / "demo" / "shapes"
 IMAGE = "<|image|>"

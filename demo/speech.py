@@ -140,7 +140,11 @@ INVERTED = {
     "above": ("with {} above it", "and {} above it", "with {} on top"),
     "below": ("with {} below it", "and {} under it", "with {} underneath"),
     "to the left of": ("with {} to its left", "and {} on its left", "with {} to the left of it"),
-    "to the right of": ("with {} to its right", "and {} on its right", "with {} to the right of it"),
+    "to the right of": (
+        "with {} to its right",
+        "and {} on its right",
+        "with {} to the right of it",
+    ),
 }
 BACKGROUND_WORDS = (
     " on a {} background",
@@ -169,12 +173,16 @@ MISSPELT = {
 }
 USUAL_COLOR = {"circle": "red", "square": "blue", "triangle": "green"}  # when none is said
 SURPRISES = {
-    "draw something": Scene((Thing("yellow", "circle"), Thing("green", "triangle")), "above", "white"),
+    "draw something": Scene(
+        (Thing("yellow", "circle"), Thing("green", "triangle")), "above", "white"
+    ),
     "surprise me": Scene((Thing("orange", "circle"), Thing("purple", "square")), "above", "black"),
     "draw anything you like": Scene(
         (Thing("red", "triangle"), Thing("blue", "square")), "above", "white"
     ),
-    "show me an example": Scene((Thing("red", "circle"), Thing("blue", "square")), "above", "white"),
+    "show me an example": Scene(
+        (Thing("red", "circle"), Thing("blue", "square")), "above", "white"
+    ),
 }
 
 
@@ -486,7 +494,7 @@ TALK: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# --- refusals ---------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 NO_SHAPE = "I cannot draw that. I can draw circles, squares and triangles."
 NO_COLOR = f"I do not have that color. My colors are {_ALL_COLORS}."
@@ -495,16 +503,17 @@ TOO_MANY = f"That is too much for me. I can draw one or two shapes. {_HINT}"
 ONLY_SHAPES = f"I only know about shapes. {_HINT}"
 
 OTHER_NOUNS = (
-    "cat dog house tree car flower star heart bird fish horse face man woman child person robot sun moon cloud "
-    "mountain river sea boat ship plane train bike bicycle bus truck road bridge castle tower city "
-    "village garden forest beach island apple banana pear cake pizza cup bottle glass table chair bed "
-    "lamp door window book pen pencil phone computer laptop clock watch hat shoe shirt dress ring crown "
-    "sword ball balloon kite ghost dragon unicorn monster angel king queen knight elephant lion tiger "
-    "bear monkey mouse rabbit snake frog duck chicken cow pig sheep butterfly bee spider hexagon "
-    "pentagon octagon rectangle oval ellipse line cube sphere cone pyramid cylinder diamond rhombus "
-    "trapezoid polygon spiral cross arrow letter number word portrait landscape map flag logo icon "
-    "snowman rocket guitar piano violin camera umbrella tractor whale shark penguin owl fox wolf "
-    "eye hand foot nose smile rainbow volcano planet galaxy"
+    "cat dog house tree car flower star heart bird fish horse face man woman child person "
+    "robot sun moon cloud mountain river sea boat ship plane train bike bicycle bus truck "
+    "road bridge castle tower city village garden forest beach island apple banana pear cake "
+    "pizza cup bottle glass table chair bed lamp door window book pen pencil phone computer "
+    "laptop clock watch hat shoe shirt dress ring crown sword ball balloon kite ghost dragon "
+    "unicorn monster angel king queen knight elephant lion tiger bear monkey mouse rabbit "
+    "snake frog duck chicken cow pig sheep butterfly bee spider hexagon pentagon octagon "
+    "rectangle oval ellipse line cube sphere cone pyramid cylinder diamond rhombus trapezoid "
+    "polygon spiral cross arrow letter number word portrait landscape map flag logo icon "
+    "snowman rocket guitar piano violin camera umbrella tractor whale shark penguin owl fox "
+    "wolf eye hand foot nose smile rainbow volcano planet galaxy"
 ).split()
 OTHER_COLORS = (
     "pink brown black white gray cyan magenta turquoise gold silver beige lime maroon navy teal "
@@ -513,7 +522,9 @@ OTHER_COLORS = (
 OTHER_BACKGROUNDS = (
     "red green blue yellow purple orange pink brown gold striped starry cyan beige colorful"
 ).split()
-OTHER_LOOKS = "big small huge tiny little old happy sad beautiful cute funny black white brown".split()
+OTHER_LOOKS = (
+    "big small huge tiny little old happy sad beautiful cute funny black white brown".split()
+)
 CHATTER = (
     "what is {} plus {}",
     "what is the capital of {}",
@@ -567,10 +578,11 @@ CHATTER = (
     "once upon a time there was a {} who had a {}",
 )
 CHATTER_WORDS = (
-    "france london paris berlin china english german python love life music football money work time "
-    "two three seven twelve 2 3 10 42 100 water fire earth air hungry tired happy sad blue sky grass "
-    "green history science physics math homework dinner lunch school news world peace war art "
-    "quick brown lazy jumps over runs sleeps eats says yesterday tomorrow lorem ipsum dolor amet"
+    "france london paris berlin china english german python love life music football money "
+    "work time two three seven twelve 2 3 10 42 100 water fire earth air hungry tired happy "
+    "sad blue sky grass green history science physics math homework dinner lunch school news "
+    "world peace war art quick brown lazy jumps over runs sleeps eats says yesterday "
+    "tomorrow lorem ipsum dolor amet"
 ).split()
 SYSTEMS = (
     "You are a helpful assistant.",
@@ -590,9 +602,9 @@ def small_talk(rng: random.Random) -> Exchange:
     reply = rng.choice(tuple(TALK))
     request = rng.choice(TALK[reply])
     if rng.random() < 0.25:
-        request = rng.choice(("{} please", "please {}", "so {}", "and {}", "hey {}", "hi, {}")).format(
-            request
-        )
+        request = rng.choice(
+            ("{} please", "please {}", "so {}", "and {}", "hey {}", "hi, {}")
+        ).format(request)
     if rng.random() < 0.4:
         request += rng.choice(("?", "!", ".", "??", "!!"))
     return Exchange(_surface(request, rng), reply)
@@ -606,7 +618,9 @@ def surprise(rng: random.Random) -> Exchange:
 
 def refusal(rng: random.Random) -> Exchange:
     """A request that cannot be met, mostly close to one that can."""
-    kind = rng.choice((_wrong_shape, _wrong_shape, _wrong_color, _wrong_background, _too_many, _chatter, _chatter))
+    kind = rng.choice(
+        (_wrong_shape, _wrong_shape, _wrong_color, _wrong_background, _too_many, _chatter, _chatter)
+    )
     request, reply = kind(rng)
     return Exchange(_surface(request, rng), reply)
 
@@ -619,7 +633,9 @@ def _wrong_shape(rng: random.Random) -> tuple[str, str]:
     if chance < 0.2:
         stranger = _beside_a_known_thing(stranger, rng)
     elif chance < 0.35:
-        stranger += rng.choice((" in the garden", " on a table", " with a hat", " on a black background"))
+        stranger += rng.choice(
+            (" in the garden", " on a table", " with a hat", " on a black background")
+        )
     return _asking(stranger, rng), NO_SHAPE
 
 
@@ -685,12 +701,14 @@ def _made_up_word(rng: random.Random) -> str:
     """Letters in turn, so that the model meets words it cannot know."""
     syllables = rng.randint(1, 4)
     return "".join(
-        rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "s", "t"))
+        rng.choice("bcdfghjklmnprstvwz")
+        + rng.choice("aeiou")
+        + rng.choice(("", "", "n", "r", "s", "t"))
         for _ in range(syllables)
     )
 
 
-# --- dialogues --------------------------------------------------------------------------------------
+# --- dialogues ------------------------------------------------------------------------------------
 
 
 def exchange(rng: random.Random) -> Exchange:
@@ -707,8 +725,10 @@ def dialogue_to(last: Exchange, rng: random.Random) -> Dialogue:
     """A dialogue that ends in this exchange; most have no history, a few a long one."""
     system = None
     if rng.random() < 0.2:
-        system = rng.choice(SYSTEMS) if rng.random() < 0.8 else " ".join(
-            _any_word(rng) for _ in range(rng.randint(3, 12))
+        system = (
+            rng.choice(SYSTEMS)
+            if rng.random() < 0.8
+            else " ".join(_any_word(rng) for _ in range(rng.randint(3, 12)))
         )
     chance = rng.random()
     turns = 0 if chance < 0.6 else 1 if chance < 0.8 else 2 if chance < 0.92 else rng.randint(3, 6)

@@ -36,7 +36,7 @@ def train(out: Path, work: Path, quick: bool, seed: int = 0) -> None:
     _phase(
         "writer",
         lambda: train_lm.train_writer(
-            writer, work, train_lm.QUICK if quick else train_lm.WriterSettings(), seed
+            writer, work, train_lm.QUICK if quick else train_lm.FULL, seed
         ),
     )
     _phase(
@@ -44,14 +44,14 @@ def train(out: Path, work: Path, quick: bool, seed: int = 0) -> None:
         lambda: train_vae.train_autoencoder(
             painter / "vae",
             work,
-            train_vae.QUICK if quick else train_vae.AutoencoderSettings(),
+            train_vae.QUICK if quick else train_vae.FULL,
             seed,
         ),
     )
     _phase(
         "painter",
         lambda: train_dit.train_painter(
-            writer, painter, work, train_dit.QUICK if quick else train_dit.PainterSettings(), seed
+            writer, painter, work, train_dit.QUICK if quick else train_dit.FULL, seed
         ),
     )
 

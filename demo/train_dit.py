@@ -1,7 +1,10 @@
-"""The painter: a Z-Image transformer that knows what to paint only by the writer's hidden states."""
+"""The painter: a Z-Image transformer that knows what to paint by the writer's hidden states."""
 
 import hashlib
 import random
+import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +31,9 @@ from training import Schedule, fit
 
 CAPTION = 32  # tokens; the transformer pads captions to multiples of this
 PATCH = 2
-NOISE_SHIFT = 2.0  # spends more of training and of sampling near pure noise, where colours are settled
+NOISE_SHIFT = (
+    2.0  # spends more of training and of sampling near pure noise, where colours are settled
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class PainterSettings:
     rope_dims: tuple[int, int, int] = (8, 12, 12)  # of each head: caption position, row, column
     layers: int = 5
     refiners: int = 1
-    batch: int = 64
+    batch: int = 32
     caption_noise: float = 0.02  # of the hidden states' deviation: other engines round otherwise
     pair_wordings: int = 8  # ways each training scene of two things is asked for
     pair_drawings: int = 4
@@ -46,9 +51,10 @@ class PainterSettings:
     single_drawings: int = 40
     scenes: int | None = None  # use so many only
     checks: int = 400  # held-out requests painted at the end
-    schedule: Schedule = Schedule(steps=8000, peak_rate=2.5e-3, average_decay=0.999)
+    schedule: Schedule = Schedule(steps=12_000, peak_rate=2.5e-3, average_decay=0.999)
 
 
+FULL = PainterSettings()
 QUICK = PainterSettings(
     batch=8,
     scenes=100,
@@ -66,7 +72,8 @@ class Bank:
     """Wordings and drawings of the training scenes; any wording of a scene goes with any drawing.
 
     captions: [wordings, CAPTION, hidden], zero after each caption's end; lengths: [wordings];
-    latents: [drawings, channels, 16, 16]; wordings_of, drawings_of: [scenes, 2], first row and count.
+    latents: [drawings, channels, 16, 16]; wordings_of, drawings_of: [scenes, 2], first row and
+    number.
     """
 
     captions: Tensor
@@ -100,8 +107,8 @@ def train_painter(
     writer_folder: Path,
     out: Path,
     work: Path,
-    settings: PainterSettings = PainterSettings(),
-    seed: int = 0,
+    settings: PainterSettings,
+    seed: int,
 ) -> None:
     """Train the transformer against the finished writer and autoencoder (at `out`/vae).
 
@@ -118,11 +125,12 @@ def train_painter(
     )
     pipeline.set_progress_bar_config(disable=True)
     examination = Examination(plain.Model(tokenizer, writer, pipeline), settings.checks)
+    forward = _quick_forward()
     scale = float(bank.captions[0, : int(bank.lengths[0])].std())
 
     def loss_at(step: int) -> Tensor:
         rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        return _loss(model, bank, settings, scale, rng)
+        return _loss(forward, model, bank, settings, scale, rng)
 
     def look(step: int) -> str:
         return examination.report(min(100, settings.checks), work / "painter.png")
@@ -151,6 +159,7 @@ def make_transformer(
 
 
 def _loss(
+    forward: Callable[..., Tensor],
     model: ZImageTransformer2DModel,
     bank: Bank,
     settings: PainterSettings,
@@ -161,10 +170,12 @@ def _loss(
     latents, captions, lengths = bank.batch(settings.batch, rng)
     noise = torch.randn(latents.shape, generator=rng)
     level = torch.randn(len(latents), generator=rng).sigmoid()
-    level = NOISE_SHIFT * level / (1 + (NOISE_SHIFT - 1) * level)  # as the sampler shifts its levels
+    level = (
+        NOISE_SHIFT * level / (1 + (NOISE_SHIFT - 1) * level)
+    )  # as the sampler shifts its levels
     mixed = torch.lerp(latents, noise, level[:, None, None, None])
     jitter = torch.randn(captions.shape, generator=rng) * (settings.caption_noise * caption_scale)
-    velocity = batched_forward(model, mixed, 1 - level, captions + jitter, lengths)
+    velocity = forward(model, mixed, 1 - level, captions + jitter, lengths)
     return F.mse_loss(velocity, latents - noise)  # the pipeline turns the sign
 
 
@@ -201,7 +212,17 @@ def batched_forward(
         both = layer(both, None, turns, modulation)
     out = model.all_final_layer[f"{PATCH}-1"](both[:, : rows * columns], c=modulation)
     out = out.view(count, rows, columns, PATCH, PATCH, channels).permute(0, 5, 1, 3, 2, 4)
-    return out.reshape(latents.shape)
+    velocity: Tensor = out.reshape(latents.shape)
+    return velocity
+
+
+def _quick_forward() -> Callable[..., Tensor]:
+    """`batched_forward`, compiled if there is a C++ compiler: twice as fast on two cores."""
+    if shutil.which("g++") is None:
+        return batched_forward
+    warnings.filterwarnings("ignore", message=".*code generation for complex operators")
+    compiled: Callable[..., Tensor] = torch.compile(batched_forward)
+    return compiled
 
 
 def _rotations(model: ZImageTransformer2DModel, rows: int, columns: int) -> tuple[Tensor, Tensor]:

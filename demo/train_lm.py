@@ -42,17 +42,18 @@ class WriterSettings:
     batch: int = 32  # dialogues
     corpus: int = 30_000  # exchanges the tokenizer is made from
     checks: int = 300  # held-out requests answered at the end
-    schedule: Schedule = Schedule(steps=3000, peak_rate=3e-3, weight_decay=0.01, average_decay=0.995)
+    schedule: Schedule = Schedule(
+        steps=3000, peak_rate=3e-3, weight_decay=0.01, average_decay=0.995
+    )
 
 
+FULL = WriterSettings()
 QUICK = WriterSettings(
     corpus=2000, checks=8, batch=16, schedule=Schedule(steps=30, peak_rate=3e-3, warmup=10)
 )
 
 
-def train_writer(
-    out: Path, work: Path, settings: WriterSettings = WriterSettings(), seed: int = 0
-) -> None:
+def train_writer(out: Path, work: Path, settings: WriterSettings, seed: int) -> None:
     """Train the writer and save it as a Hugging Face model folder at `out`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(settings, seed)
@@ -60,7 +61,9 @@ def train_writer(
 
     def loss_at(step: int) -> Tensor:
         rng = random.Random(f"writer {seed} {step}")
-        return _loss(model, tokenizer, [_training_dialogue(rng) for _ in range(settings.batch)], rng)
+        return _loss(
+            model, tokenizer, [_training_dialogue(rng) for _ in range(settings.batch)], rng
+        )
 
     fit(model, loss_at, settings.schedule, work / "writer.pt")
     model.generation_config = GenerationConfig(
@@ -202,6 +205,8 @@ def answer(
 ) -> str:
     prompt, _ = encode(tokenizer, dialogue)
     ids = torch.tensor([prompt])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64
+    )
     text: str = tokenizer.decode(made[0, len(prompt) :])
     return text.removesuffix(END)

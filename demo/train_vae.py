@@ -26,14 +26,13 @@ class AutoencoderSettings:
     schedule: Schedule = Schedule(steps=2400, peak_rate=2.5e-3, average_decay=0.99)
 
 
+FULL = AutoencoderSettings()
 QUICK = AutoencoderSettings(
     checks=4, batch=4, schedule=Schedule(steps=20, peak_rate=2.5e-3, warmup=10)
 )
 
 
-def train_autoencoder(
-    out: Path, work: Path, settings: AutoencoderSettings = AutoencoderSettings(), seed: int = 0
-) -> None:
+def train_autoencoder(out: Path, work: Path, settings: AutoencoderSettings, seed: int) -> None:
     """Train the autoencoder and save it as a diffusers model folder at `out`."""
     torch.manual_seed(seed)
     model = AutoencoderKL(
@@ -71,20 +70,24 @@ def draw_batch(scenes: list[world.Scene], rng: random.Random) -> Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def _loss(model: AutoencoderKL, pictures: Tensor, kl_weight: float, noise: torch.Generator) -> Tensor:
+def _loss(
+    model: AutoencoderKL, pictures: Tensor, kl_weight: float, noise: torch.Generator
+) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):  # twice as fast, and no less sharp
         latent = model.encode(pictures).latent_dist
         painted = model.decode(latent.sample(noise)).sample.float()
     error = F.l1_loss(painted, pictures) + 0.5 * F.mse_loss(painted, pictures)
     kl: Tensor = latent.kl().float().mean() / pictures[0].numel()
-    return error + kl_weight * kl
+    loss: Tensor = error + kl_weight * kl
+    return loss
 
 
 @torch.no_grad()
 def encode(model: AutoencoderKL, pictures: Tensor) -> Tensor:
     """Latents as the painter meets them: scaled, [N, channels, size / 8, size / 8]."""
     latents: Tensor = model.encode(pictures).latent_dist.mode()
-    return (latents - model.config.shift_factor) * model.config.scaling_factor
+    latents = (latents - model.config.shift_factor) * model.config.scaling_factor
+    return latents
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         loss = loss_at(step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -104,15 +104,16 @@ def draw(scene: Scene, rng: random.Random, size: int = PICTURE_SIZE) -> Image.Im
     return picture.reduce(smooth)
 
 
-def _layout(
-    scene: Scene, rng: random.Random
-) -> list[tuple[Thing, tuple[float, float], float]]:
+def _layout(scene: Scene, rng: random.Random) -> list[tuple[Thing, tuple[float, float], float]]:
     """Each thing with its centre and radius, as fractions of the picture's side."""
     if scene.relation is None:
         centers, radius = [(0.5, 0.5)], 0.25
     else:
         dx, dy = RELATIONS[scene.relation]
-        centers, radius = [(0.5 + 0.225 * sign * dx, 0.5 + 0.225 * sign * dy) for sign in (1, -1)], 0.17
+        centers, radius = (
+            [(0.5 + 0.225 * sign * dx, 0.5 + 0.225 * sign * dy) for sign in (1, -1)],
+            0.17,
+        )
     placed = []
     for thing, (x, y) in zip(scene.things, centers, strict=True):
         center = (x + rng.uniform(-0.02, 0.02), y + rng.uniform(-0.02, 0.02))
@@ -120,9 +121,7 @@ def _layout(
     return placed
 
 
-def _draw_thing(
-    pen: ImageDraw.ImageDraw, thing: Thing, x: float, y: float, radius: float
-) -> None:
+def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, x: float, y: float, radius: float) -> None:
     fill = COLORS[thing.color]
     if thing.shape == "circle":
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
