@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from omni_rt_workers.engines import diffusers_dit
 
 from . import tiny
-from .fakes import RecordingOutbox, stage
+from .fakes import RecordingOutbox, loaded, stage
+
+if TYPE_CHECKING:
+    from omni_rt_workers.engines.diffusers_dit.engine import DiTEngine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,15 +40,14 @@ def plain() -> dict[str, Any]:
     return pipelines
 
 
-@pytest.fixture()
+@pytest.fixture
 def out() -> RecordingOutbox:
     return RecordingOutbox()
 
 
-@pytest.fixture()
-def engine(folders: dict[str, str], out: RecordingOutbox) -> Iterator[Any]:
+@pytest.fixture
+def engine(folders: dict[str, str], out: RecordingOutbox) -> Iterator[DiTEngine]:
     """ZImage, loaded and warmed up."""
-    made = diffusers_dit.make(stage(folders["zimage"]), out)
-    made.load(lambda phase, fraction: None)
+    made = loaded(stage(folders["zimage"]), out)
     yield made
     made.close()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
 import torch
-from omni_rt_workers.engine import Task
 from PIL import Image
 
 from omni_rt.wire.messages import Emit, StageSpec
+from omni_rt_workers.engine import Task
+from omni_rt_workers.engines import diffusers_dit
+from omni_rt_workers.engines.diffusers_dit.engine import DiTEngine
+
+Given = Mapping[str, torch.Tensor | list[torch.Tensor]]
 
 
 class GivenInputs:
     """Whole inputs by port; ports in `open` have not ended yet."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+    def __init__(self, tensors: Given) -> None:
         self._tensors = {k: v if isinstance(v, list) else [v] for k, v in tensors.items()}
         self.open: set[str] = set()
 
@@ -26,6 +31,15 @@ class GivenInputs:
 
     def views(self, port: str) -> list[memoryview]:
         raise NotImplementedError
+
+    def texts(self, port: str) -> list[str]:
+        return []
+
+    def ports(self) -> list[str]:
+        return list(self._tensors)
+
+    def count(self, port: str) -> int:
+        return len(self.tensors(port))
 
     def ended(self, port: str) -> bool:
         return port not in self.open
@@ -121,7 +135,7 @@ def stage(model: str | None, *, max_batch: int = 8, **options: Any) -> StageSpec
 
 def task(
     name: str,
-    inputs: dict[str, torch.Tensor | list[torch.Tensor]],
+    inputs: Given,
     params: dict[str, Any],
     *,
     seed: int | None = 0,
@@ -140,11 +154,18 @@ def task(
     )
 
 
-def run(engine: Any, *tasks: Task, join_at: tuple[int, ...] = ()) -> None:
+def loaded(spec: StageSpec, out: RecordingOutbox) -> DiTEngine:
+    engine = diffusers_dit.make(spec, out)
+    assert isinstance(engine, DiTEngine)
+    engine.load(lambda phase, fraction: None)
+    return engine
+
+
+def run(engine: DiTEngine, *tasks: Task, join_at: tuple[int, ...] = ()) -> None:
     """Step until idle; task i is added before step `join_at[i]` (0 if not given)."""
     at = [*join_at, *[0] * (len(tasks) - len(join_at))]
     step = 0
-    while not engine.idle or step <= max(at):
+    while not engine.idle or step <= max(at, default=0):
         for one, when in zip(tasks, at, strict=True):
             if when == step:
                 engine.add(one)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from omni_rt_workers.engines import diffusers_dit
 from PIL import ImageChops
 
 from . import tiny
-from .fakes import RecordingOutbox, Task, difference, run, stage, task
+from .fakes import RecordingOutbox, difference, loaded, run, stage, task
+
+if TYPE_CHECKING:
+    from omni_rt_workers.engine import Task
 
 SIZE = {"height": 32, "width": 32}
 
@@ -19,7 +21,9 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + seed))
 
 
-def asked(family: str, seed: int, steps: int, tokens: int, **more: Any) -> tuple[Task, dict]:
+def asked(
+    family: str, seed: int, steps: int, tokens: int, **more: Any
+) -> tuple[Task, dict[str, Any]]:
     """A task and the keyword arguments that ask the plain pipeline for the same."""
     params = {**SIZE, "num_inference_steps": steps, **more}
     if family == "zimage":
@@ -44,8 +48,7 @@ def asked(family: str, seed: int, steps: int, tokens: int, **more: Any) -> tuple
 def test_alone_equals_the_plain_pipeline_bit_for_bit(
     family: str, folders: dict[str, str], plain: dict[str, Any], out: RecordingOutbox
 ) -> None:
-    engine = diffusers_dit.make(stage(folders[family]), out)
-    engine.load(lambda phase, fraction: None)
+    engine = loaded(stage(folders[family]), out)
     one, same = asked(family, seed=3, steps=4, tokens=7)
     run(engine, one)
     picture = plain[family](**same).images[0]
@@ -61,8 +64,7 @@ def test_alone_equals_the_plain_pipeline_bit_for_bit(
 def test_staggered_requests_equal_each_alone(
     family: str, folders: dict[str, str], plain: dict[str, Any], out: RecordingOutbox
 ) -> None:
-    engine = diffusers_dit.make(stage(folders[family]), out)
-    engine.load(lambda phase, fraction: None)
+    engine = loaded(stage(folders[family]), out)
     tokens = [3, 12, 7, 33, 12, 5] if family == "zimage" else [7] * 6
     steps = [4, 7, 3, 5, 6, 4]
     pairs = [

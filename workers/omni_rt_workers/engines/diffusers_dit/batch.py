@@ -66,6 +66,7 @@ class Batch:
     def tick(self, fibres: Sequence[Fibre]) -> None:
         """Serve the parked call of each fibre once. A failing call fails its own fibre alone."""
         self.counts.ticks += 1
+        torch.set_grad_enabled(False)  # another engine on this thread may have turned it on
         for group in self._groups(fibres):
             outcomes = self._run(group)
             for member, outcome in zip(group, outcomes, strict=True):
@@ -105,7 +106,7 @@ class Batch:
             return self._apart(calls, layouts, error)
 
     def _alone(self, call: Call) -> Any:
-        """With the arguments just as the pipeline gave them: bit for bit what it gets without us."""
+        """With the arguments just as the pipeline gave them: the result is the same bit for bit."""
         self.counts.runs += 1
         self.counts.widest = max(self.counts.widest, 1)
         try:

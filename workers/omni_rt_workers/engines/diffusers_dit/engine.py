@@ -123,7 +123,7 @@ class DiTEngine:
         return ready[:room]
 
     def _complete(self, task: Task) -> bool:
-        return all(task.inputs.ended(port.name) for port in self._form.inputs)
+        return all(map(task.inputs.ended, task.inputs.ports()))
 
     def _start(self, task: Task) -> None:
         self._waiting.remove(task)

@@ -66,7 +66,7 @@ class Fibre(greenlet):
 
     def fail(self, error: Exception) -> None:
         """Raise `error` out of the parked call, in this fibre alone."""
-        self._hop(lambda: self.throw(error))
+        self._hop(lambda: self.throw(type(error), error, error.__traceback__))
 
     def end(self) -> None:
         """Stop if running and drop all that is held, so that memory returns without the gc.
@@ -81,7 +81,9 @@ class Fibre(greenlet):
         self._kwargs = {}
 
     def _hop(self, switch: Callable[[], Any]) -> None:
-        # Fibres share the thread's grad mode with the engine: no pipeline may leave it on.
+        # Fibres share the thread's grad mode with the engine: `no_grad` in one fibre restores what
+        # it found, in the middle of another, so it must find the mode off and leave it off.
+        torch.set_grad_enabled(False)
         self.parked = None
         self.parked = switch()
         torch.set_grad_enabled(False)

@@ -51,9 +51,13 @@ class Digests:
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
         digest = _digest(tensor)
-        ref = weakref.ref(tensor, lambda _, key=id(tensor): self._known.pop(key, None))
-        self._known[id(tensor)] = (ref, tensor._version, digest)
+        key = id(tensor)
+        ref = weakref.ref(tensor, lambda _: self._forget(key))
+        self._known[key] = (ref, tensor._version, digest)
         return digest
+
+    def _forget(self, key: int) -> None:
+        self._known.pop(key, None)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -77,7 +81,7 @@ def layout(call: Call, digests: Digests) -> Layout:
 
 
 def join(layouts: Sequence[Layout]) -> dict[str, Any]:
-    """The keyword arguments of one call that has the rows of all, in order. Their keys are equal."""
+    """The keyword arguments of one call with the rows of all, in order. Their keys are equal."""
     return {
         name: _join(name, [one.arguments[name] for one in layouts], layouts)
         for name in layouts[0].arguments
@@ -143,7 +147,7 @@ def _describe(
     """(kind, size): what must be alike to be joined in one way, and to be joined at all."""
     role = _role(name, value, rows, ragged)
     if role == "constant":
-        return (role, type(value), value), None
+        return (role, type(value)), value
     if role in ("items", "fields"):
         parts = value.items() if role == "fields" else enumerate(value)
         described = [
@@ -187,7 +191,7 @@ def _split(result: Any, rows: list[int], ragged: bool) -> list[Any]:
     if isinstance(result, torch.Tensor):
         if not result.ndim or result.shape[0] != sum(rows):
             raise Unjoinable(f"a result of shape {tuple(result.shape)} has no {sum(rows)} rows")
-        return list(result.split(rows))
+        return list(torch.split(result, rows))
     if ragged and _is_tensor_list(result) and len(result) == sum(rows):
         items = iter(result)
         return [[next(items) for _ in range(count)] for count in rows]

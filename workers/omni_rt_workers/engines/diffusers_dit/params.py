@@ -41,7 +41,7 @@ class CallForm:
         self._limits = limits
         self._parameters = dict(inspect.signature(type(pipeline).__call__).parameters)
         self.reads_text = _has_part(pipeline, "text_encoder")
-        self.inputs = tuple(_inputs(self._parameters))
+        self._tensor_inputs = _tensor_inputs(self._parameters)
         self.params = tuple(self._param_specs())
         if "prompt" in self._parameters and not self.reads_text and not self._takes_embeddings:
             raise ConfigError(
@@ -55,7 +55,10 @@ class CallForm:
         outputs = [PortSpec("latents", "tensor")] if "output_type" in self._parameters else []
         if "num_frames" not in self._parameters:
             outputs.insert(0, PortSpec("image", "image"))
-        return Ports(self.inputs, tuple(outputs), self.params, slots)
+        inputs = [*self._tensor_inputs]
+        if self.reads_text and "prompt" in self._parameters:
+            inputs.insert(0, PortSpec("prompt", "text"))
+        return Ports(tuple(inputs), tuple(outputs), self.params, slots)
 
     def refuse_unknown(self, params: dict[str, Any]) -> None:
         """Raises `BadRequest` that names the first parameter this pipeline does not take."""
@@ -76,7 +79,7 @@ class CallForm:
             for name, value in task.params.items()
             if name != "seed" and value is not None
         }
-        for port in self.inputs:
+        for port in self._tensor_inputs:
             if chunks := task.inputs.tensors(port.name):
                 arguments[port.name] = self._value(port.name, chunks)
         if "generator" in self._parameters:
@@ -109,7 +112,9 @@ class CallForm:
         config = getattr(getattr(self._pipeline, "transformer", None), "config", None)
         width = getattr(config, "cap_feat_dim", None)
         if self._list_style("prompt_embeds") and width:
-            given = [{"prompt_embeds": [self._noise(tokens, width)]} for tokens in (8, 12)]
+            given: list[dict[str, Any]] = [
+                {"prompt_embeds": [self._noise(tokens, width)]} for tokens in (8, 12)
+            ]
         elif self.reads_text and "prompt" in self._parameters:
             given = [{"prompt": text} for text in ("a circle", "a square")]
         else:
@@ -132,9 +137,8 @@ class CallForm:
     def multiple_of(self) -> int:
         """Pixels: heights and widths that the pipeline makes are multiples of this."""
         pipe = self._pipeline
-        factor = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(
-            pipe, "vae_scale_factor", 8
-        )
+        default = getattr(pipe, "vae_scale_factor", 8)
+        factor: int = getattr(pipe, "vae_scale_factor_spatial", default)
         processor = getattr(getattr(pipe, "image_processor", None), "config", None)
         config = getattr(getattr(pipe, "transformer", None), "config", None)
         patch = getattr(config, "patch_size", None) or 1
@@ -147,7 +151,8 @@ class CallForm:
 
     @property
     def _dtype(self) -> torch.dtype:
-        denoiser = getattr(self._pipeline, "transformer", None) or self._pipeline.unet
+        parts = self._pipeline.components
+        denoiser = parts.get("transformer") or parts.get("unet") or self._pipeline
         dtype: torch.dtype = denoiser.dtype
         return dtype
 
@@ -166,7 +171,7 @@ class CallForm:
                 stage=self.stage,
                 hint=f"lead an edge to {self.stage}.prompt_embeds or load the text encoder",
             )
-        prompt = _prompt(task.values)
+        prompt = "".join(task.inputs.texts("prompt")) or _prompt(task.values)
         if prompt is None:
             raise BadRequest(
                 f"stage '{self.stage}' got neither a prompt nor prompt_embeds",
@@ -227,7 +232,7 @@ class CallForm:
         return ParamSpec(name, kind)
 
 
-def _inputs(parameters: dict[str, inspect.Parameter]) -> list[PortSpec]:
+def _tensor_inputs(parameters: dict[str, inspect.Parameter]) -> list[PortSpec]:
     ports = []
     for name, parameter in parameters.items():
         if "Tensor" not in _annotation(parameter) or "ip_adapter" in name:

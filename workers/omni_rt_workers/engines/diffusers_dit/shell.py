@@ -44,7 +44,7 @@ class Shells:
         self._schedulers = [name for name, part in components.items() if _is_scheduler(part)]
 
     def fibre(self, kwargs: dict[str, Any], on_step: Callable[[Any], None]) -> Fibre:
-        """A fibre for `pipeline(**kwargs)`; `on_step(shell)` is called after each scheduler step."""
+        """A fibre for `pipeline(**kwargs)`; calls `on_step(shell)` after each scheduler step."""
         return Fibre(self._shell(on_step), kwargs)
 
     def _shell(self, on_step: Callable[[Any], None]) -> Any:
