@@ -46,7 +46,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     request: str
     attempt: int
     values: dict[str, Any]  # "prompt": str, "messages": [{"role", "content"}], "seed": int, ...
-    tensors: dict[str, list[Payload]]  # by input port, whole; in order
+    tensors: dict[str, list[Payload | TextPiece]]  # by input port, whole; in order
     streams: tuple[str, ...]  # input ports of which `Feed`s will follow
     params: dict[str, Any]  # checked against the stage's `ParamSpec`s by main
     emit: tuple[Emit, ...]

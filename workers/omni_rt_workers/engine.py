@@ -9,7 +9,7 @@ thread. Output leaves through the `Outbox`, at any time inside `step`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_rt.wire.messages import Emit, Ports, StageSpec
@@ -38,7 +38,6 @@ class Task:
     priority: int
     held: bool = False  # set by the outbox: its output finds no room, do not step this task now
     state: Any = None  # the engine's own
-    started_step: int = field(default=-1)  # for the loop
 
 
 class Inputs(Protocol):
@@ -50,6 +49,18 @@ class Inputs(Protocol):
 
     def views(self, port: str) -> list[memoryview]:
         """The same as raw bytes, for engines without torch."""
+        ...
+
+    def texts(self, port: str) -> list[str]:
+        """The pieces of text that have arrived on `port`, in order."""
+        ...
+
+    def ports(self) -> list[str]:
+        """The input ports that carry something in this request, streamed ones included."""
+        ...
+
+    def count(self, port: str) -> int:
+        """Chunks that have arrived on `port` so far, released ones included."""
         ...
 
     def ended(self, port: str) -> bool:

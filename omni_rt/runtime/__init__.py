@@ -1,0 +1,1 @@
+"""The main process: who works on what, who holds what, who lives."""

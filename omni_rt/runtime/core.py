@@ -1,0 +1,628 @@
+"""The main process's mind: every event goes in here, everything to do comes out as `Effects`.
+
+Synchronous, without I/O and without a clock of its own: `AsyncOmni` drives it with sockets and
+processes, the simulation with virtual time and injected faults.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+from omni_rt.config import PipelineConfig
+from omni_rt.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    OmniError,
+    Overloaded,
+    ProtocolError,
+    StageFailed,
+    StageUnavailable,
+    from_wire,
+)
+from omni_rt.graph import Graph
+from omni_rt.request import Done, Progress, Request
+from omni_rt.runtime.admission import Admission
+from omni_rt.runtime.effects import Delivery, Effects
+from omni_rt.runtime.flow import Flow, Run, RunState, startable, streams
+from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
+from omni_rt.runtime.stage import Stage
+from omni_rt.runtime.supervisor import Supervisor, Worker, WorkerState
+from omni_rt.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Attach,
+    Chunk,
+    Crashed,
+    Detach,
+    Failed,
+    Feed,
+    Finished,
+    Free,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Released,
+    Stalled,
+    Step,
+    StepProgress,
+    Submit,
+    ToMain,
+)
+from omni_rt.wire.tensors import Block, Local
+
+log = logging.getLogger(__name__)
+
+# Workers that may die under one request before it is taken for the cause and failed.
+_MAX_DEATHS = 2
+
+_COUNTERS = (
+    "accepted",
+    "finished",
+    "failed",
+    "cancelled",
+    "overloaded",
+    "deadline_exceeded",
+    "retried",
+    "dropped",  # messages about attempts that were over
+    "given_up",  # kept inputs freed under memory pressure
+)
+
+
+class Core:
+    def __init__(self, config: PipelineConfig, graph: Graph) -> None:
+        self.graph = graph
+        self.supervisor = Supervisor(config)
+        self.ledger = Ledger()
+        self.flows: dict[str, Flow] = {}
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+        slots: dict[str, list[int]] = {}
+        for worker in self.supervisor.workers:
+            for stage in worker.stages:
+                slots.setdefault(stage, []).append(worker.slot)
+        self.stages = {
+            name: Stage(name, slots[name], stage.max_batch, stage.queue)
+            for name, stage in config.stages.items()
+        }
+        self.admission = Admission(config, graph, self.stages, self.supervisor)
+        self._arena_sizes: dict[int, int] = {}
+        self._owner: dict[int, str] = {}  # arena -> identity of the living writer
+        self._retired: set[int] = set()  # arenas whose writer is gone, with leases left
+        self._next_arena = itertools.count(1)
+        self._order = itertools.count()
+        self._deadlines: list[tuple[float, str]] = []
+        self._stalled: dict[str, set[str]] = {}  # stage -> requests that wait for room
+        self._ping = itertools.count(1)
+        self.closing = False
+
+    # ---- life of the workers
+
+    def start(self, now: float) -> Effects:
+        return self.on_time(now)
+
+    def spawned(self, worker: Worker, arena_bytes: int, now: float) -> None:
+        """The caller is about to start a process in the slot, with an arena of that size."""
+        self.supervisor.spawned(worker, now)
+        worker.arena = next(self._next_arena)
+        self._arena_sizes[worker.arena] = arena_bytes
+        self._owner[worker.arena] = worker.identity
+
+    def on_exit(self, identity: str, error: str | None, now: float) -> Effects:
+        """The process of that identity is gone; `error` is its own last words."""
+        fx = Effects(status_changed=True)
+        worker = self.supervisor.find(identity)
+        if worker is None:
+            return fx
+        worker.error = worker.error or error
+        self.supervisor.exited(worker, now)
+        for name in worker.stages:
+            self.stages[name].lost(identity)
+        self._stalled = {k: v for k, v in self._stalled.items() if k not in worker.stages}
+        self._free(fx, self.ledger.drop(identity))
+        self._owner.pop(worker.arena, None)
+        self._retired.add(worker.arena)
+        self._retry_lost(fx, worker, identity, now)
+        if worker.down:
+            self._fail_stranded(fx, now)
+        self._close_retired(fx)
+        return self._settled(fx, now)
+
+    def on_time(self, now: float) -> Effects:
+        """Whatever is due: starts, kills, pings, deadlines."""
+        fx = Effects()
+        due = self.supervisor.due(now)
+        fx.spawn += due.spawn
+        fx.kill += due.kill
+        for worker in due.ping:
+            fx.to(worker.identity).append(Ping(next(self._ping)))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            flow = self.flows.get(heapq.heappop(self._deadlines)[1])
+            if flow is not None:
+                self.counters["deadline_exceeded"] += 1
+                limit = (flow.deadline or now) - flow.submitted_at
+                error = DeadlineExceeded(
+                    f"the request was not finished within {limit:g} s", request=flow.id
+                )
+                self._end(fx, flow, error)
+        return self._settled(fx, now)
+
+    def next_time(self) -> float | None:
+        times = [t for t in (self.supervisor.next_time(),) if t is not None]
+        if self._deadlines:
+            times.append(self._deadlines[0][0])
+        return min(times, default=None)
+
+    # ---- life of the requests
+
+    def submit(self, request: Request, request_id: str, seed: int, now: float) -> Effects:
+        """Accept a request. Raises `BadRequest`, `StageUnavailable` or `Overloaded`."""
+        if self.closing:
+            raise StageUnavailable("the runtime is closing")
+        try:
+            plan = self.admission.check(request)
+        except Overloaded:
+            self.counters["overloaded"] += 1
+            raise
+        self.counters["accepted"] += 1
+        flow = Flow(request_id, request, plan, seed, next(self._order), now)
+        self.flows[flow.id] = flow
+        limit = self.admission.deadline_s(request)
+        if limit is not None:
+            flow.deadline = now + limit
+            heapq.heappush(self._deadlines, (flow.deadline, flow.id))
+        for stage in plan.stages:
+            self.stages[stage].members.add(flow.id)
+        fx = Effects()
+        for run in flow.entries():
+            self._queue(flow, run)
+        return self._settled(fx, now)
+
+    def cancel(self, request_id: str, why: str, now: float) -> Effects:
+        """End a request at the next step boundary of every stage. Unknown ids do nothing."""
+        fx = Effects()
+        flow = self.flows.get(request_id)
+        if flow is not None:
+            self.counters["cancelled"] += 1
+            self._end(fx, flow, Cancelled(why, request=flow.id))
+        return self._settled(fx, now)
+
+    def taken(self, request_id: str, key: BlockKey, now: float) -> Effects:
+        """The client has copied a delivered block."""
+        fx = Effects()
+        if self.ledger.release(key, client_of(request_id)):
+            self._free(fx, [key])
+        self._close_retired(fx)
+        return self._settled(fx, now)
+
+    def client_gone(self, request_id: str, now: float) -> Effects:
+        """The client will take nothing more: all it was lent comes back."""
+        fx = Effects()
+        self._free(fx, self.ledger.drop(client_of(request_id)))
+        self._close_retired(fx)
+        return self._settled(fx, now)
+
+    # ---- messages of the workers
+
+    def on_messages(self, identity: str, messages: Iterable[ToMain], now: float) -> Effects:
+        fx = Effects()
+        worker = self.supervisor.find(identity)
+        if worker is None:  # of a process that was declared dead
+            self.counters["dropped"] += 1
+            return fx
+        self.supervisor.heard(worker, now)
+        for message in messages:
+            self._on_message(fx, worker, message, now)
+        self._close_retired(fx)
+        return self._settled(fx, now)
+
+    def on_garbage(self, identity: str, what: str, now: float) -> Effects:
+        """A frame that is no message: the worker is broken or not ours."""
+        fx = Effects()
+        worker = self.supervisor.find(identity)
+        if worker is not None:
+            worker.error = f"it sent a frame that is no message: {what}"
+            fx.kill.append(worker)
+        return fx
+
+    def _on_message(self, fx: Effects, worker: Worker, message: ToMain, now: float) -> None:
+        match message:
+            case Step():
+                self._on_step(fx, worker, message, now)
+            case Released():
+                freed = [k for k in message.blocks if self.ledger.release(k, worker.identity)]
+                self._free(fx, freed)
+            case Stalled():
+                self._stalled.setdefault(message.stage, set()).add(message.request)
+            case Pong():
+                worker.counters = message.counters
+            case Loading():
+                worker.phase[message.stage] = (message.phase, message.fraction)
+                fx.status_changed = True
+            case Ready():
+                self._on_ready(fx, worker, message)
+            case Hello():
+                self._on_hello(fx, worker, message)
+            case Crashed():
+                worker.error = f"stage {message.stage}: {message.message}"
+                log.error("stage %s crashed: %s", message.stage, message.message)
+
+    def _on_hello(self, fx: Effects, worker: Worker, message: Hello) -> None:
+        worker.pid = message.pid
+        fx.status_changed = True
+        if message.version != PROTOCOL_VERSION:
+            worker.error = (
+                f"it speaks protocol {message.version}, main speaks {PROTOCOL_VERSION}: "
+                "two installations of omni-rt are mixed"
+            )
+            fx.kill.append(worker)
+
+    def _on_ready(self, fx: Effects, worker: Worker, message: Ready) -> None:
+        fx.status_changed = True
+        try:
+            self.admission.check_ports(message.stage, message.ports)
+        except OmniError as error:
+            worker.error = str(error)
+            worker.ever_ready = False  # the file is wrong: starting again would not help
+            fx.kill.append(worker)
+            return
+        self.stages[message.stage].ports = message.ports
+        for note in message.notes:
+            log.info("stage %s: %s", message.stage, note)
+        if self.supervisor.loaded(worker, message.stage):
+            for name in worker.stages:
+                for replica in self.stages[name].replicas:
+                    if replica.slot == worker.slot:
+                        replica.identity = worker.identity
+
+    def _on_step(self, fx: Effects, worker: Worker, step: Step, now: float) -> None:
+        stalled = self._stalled.get(step.stage)
+        for item in step.items:
+            flow = self.flows.get(item.request)
+            run = flow.current(step.stage, item.attempt) if flow else None
+            if flow is None or run is None or run.identity != worker.identity:
+                self._drop(fx, item)
+                continue
+            if stalled:
+                stalled.discard(item.request)
+            try:
+                match item:
+                    case Chunk():
+                        self._on_chunk(fx, flow, run, item)
+                    case Finished():
+                        self._on_finished(fx, worker, flow, run, item, now)
+                    case StepProgress():
+                        progress = Progress(run.stage, item.step, item.total)
+                        fx.deliver.append(Delivery(flow.id, "", progress))
+                    case Failed():
+                        self._on_failed(fx, flow, run, item)
+            except ProtocolError as error:
+                self._end(fx, flow, error)
+
+    def _drop(self, fx: Effects, item: object) -> None:
+        """A message about an attempt that is over. What it lends is given back at once."""
+        self.counters["dropped"] += 1
+        if isinstance(item, Chunk) and (ref := leased(item.data)):
+            self._free(fx, [key_of(ref)])
+
+    def _on_chunk(self, fx: Effects, flow: Flow, run: Run, chunk: Chunk) -> None:
+        edges = run.targets.get(chunk.port, ())
+        names = run.outputs.get(chunk.port, ())
+        ref = leased(chunk.data)
+        if ref is not None:
+            holders = [flow.id] * len(edges) + [client_of(flow.id)] * len(names)
+            if not self.ledger.book(key_of(ref), holders):
+                self._free(fx, [key_of(ref)])
+        flow.check_order(run, chunk)
+        for name in names:
+            run.reached = True
+            fx.deliver.append(Delivery(flow.id, name, chunk))
+        for edge in edges:
+            target = flow.runs[edge.target]
+            port = target.inputs[edge.target_port]
+            port.pieces.append(chunk.data)
+            if edge.stream is not None:
+                port.ended = chunk.last
+                if target.state is RunState.RUNNING:
+                    self._feed(fx, flow, target, edge.target_port)
+                elif startable(target):
+                    self._queue(flow, target)
+
+    def _on_finished(
+        self, fx: Effects, worker: Worker, flow: Flow, run: Run, message: Finished, now: float
+    ) -> None:
+        self.supervisor.served(worker)
+        flow.finish(run, message, now)
+        self._leave(fx, flow, run)
+        self._advance(fx, flow, run, message.facts)
+        if flow.over:
+            self.counters["finished"] += 1
+            self._end(fx, flow, None)
+
+    def _on_failed(self, fx: Effects, flow: Flow, run: Run, message: Failed) -> None:
+        error = from_wire(
+            message.kind,
+            message.message,
+            request=flow.id,
+            stage=run.stage,
+            param=message.param,
+            detail=message.detail,
+        )
+        self._end(fx, flow, error)
+
+    # ---- moving on
+
+    def _queue(self, flow: Flow, run: Run) -> None:
+        run.state = RunState.QUEUED
+        self.stages[run.stage].push(flow.id, flow.request.priority, flow.order)
+
+    def _advance(self, fx: Effects, flow: Flow, run: Run, facts: tuple[str, ...]) -> None:
+        """`run` is over: what waited for it can be queued, is skipped, or hears that it ended."""
+        for ready in flow.close_inputs(run, facts):
+            if flow.skips(ready):
+                ready.state = RunState.SKIPPED
+                self._leave(fx, flow, ready)
+                self._advance(fx, flow, ready, ())
+            else:
+                self._queue(flow, ready)
+        for edge in run.out_edges:
+            target = flow.runs[edge.target]
+            if edge.stream is not None and target.state is RunState.RUNNING:
+                self._feed(fx, flow, target, edge.target_port)
+
+    def _leave(self, fx: Effects, flow: Flow, run: Run) -> None:
+        """The request is through a stage: its place and its kept inputs come back."""
+        stage = self.stages[run.stage]
+        stage.discard(flow.id)
+        stage.members.discard(flow.id)
+        self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
+
+    def _unkeep(self, fx: Effects, flow: Flow, keys: list[BlockKey]) -> None:
+        self._free(fx, [key for key in keys if self.ledger.release(key, flow.id)])
+
+    def _dispatch(self, fx: Effects) -> None:
+        """Give waiting requests to replicas that have room."""
+        for stage in self.stages.values():
+            while taken := stage.next_run():
+                request_id, replica = taken
+                flow = self.flows[request_id]
+                run = flow.runs[stage.name]
+                assert replica.identity is not None
+                self._submit(fx, flow, run, replica.identity)
+
+    def _submit(self, fx: Effects, flow: Flow, run: Run, identity: str) -> None:
+        attempt = flow.start(run, identity)
+        open_ports = streams(run)
+        whole = {
+            name: port.pieces
+            for name, port in run.inputs.items()
+            if name not in open_ports and not port.absent
+        }
+        for pieces in whole.values():
+            for piece in pieces:
+                self._lend(fx, piece, identity)
+        message = Submit(
+            run.stage,
+            flow.id,
+            attempt,
+            self.admission.values(flow.request, run, flow.seed),
+            whole,
+            open_ports,
+            self.admission.params(flow.request, run.stage),
+            self.admission.emits(flow.plan, run.stage),
+            flow.request.priority,
+        )
+        fx.to(identity).append(message)
+        for name in open_ports:
+            self._feed(fx, flow, run, name)
+
+    def _feed(self, fx: Effects, flow: Flow, run: Run, name: str) -> None:
+        """Forward what has arrived for a streamed input of a running run, and its end."""
+        port = run.inputs[name]
+        out = fx.to(run.identity)
+        while port.sent < len(port.pieces):
+            piece = port.pieces[port.sent]
+            last = port.ended and port.sent + 1 == len(port.pieces)
+            self._lend(fx, piece, run.identity)
+            out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, piece, last))
+            port.sent += 1
+            port.told_end = last
+        if port.ended and not port.told_end:
+            out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, None, last=True))
+            port.told_end = True
+
+    def _lend(self, fx: Effects, piece: object, identity: str) -> None:
+        ref = leased(piece)
+        if ref is None:
+            return
+        self.ledger.lend(key_of(ref), identity)
+        if isinstance(ref, Block):
+            worker = self.supervisor.find(identity)
+            if worker and ref.arena != worker.arena and ref.arena not in worker.attached:
+                worker.attached.add(ref.arena)
+                fx.to(identity).append(Attach(ref.arena, self._arena_sizes[ref.arena]))
+
+    # ---- the end of a request
+
+    def _end(self, fx: Effects, flow: Flow, error: OmniError | None) -> None:
+        """Give back all that the request holds, once, whatever its outcome."""
+        del self.flows[flow.id]
+        for run in flow.runs.values():
+            if run.state is RunState.RUNNING:
+                fx.to(run.identity).append(Abort(run.stage, flow.id, run.attempt))
+            stage = self.stages[run.stage]
+            stage.discard(flow.id)
+            stage.members.discard(flow.id)
+        for stalled in self._stalled.values():
+            stalled.discard(flow.id)
+        self._free(fx, self.ledger.drop(flow.id))
+        if error is not None and not isinstance(error, Cancelled | DeadlineExceeded):
+            self.counters["failed"] += 1
+        reason = "length" if flow.reason == "length" else "stop"
+        done = Done(reason, flow.usage(), flow.seed, flow.stage_s)  # type: ignore[arg-type]
+        fx.deliver.append(Delivery(flow.id, "", error or done))
+
+    # ---- deaths
+
+    def _retry_lost(self, fx: Effects, worker: Worker, identity: str, now: float) -> None:
+        for flow in list(self.flows.values()):
+            lost = {
+                run.stage
+                for run in flow.runs.values()
+                if (run.state is RunState.RUNNING and run.identity == identity)
+                or (not run.over and _lost_local(run, worker.arena))
+            }
+            if not lost:
+                continue
+            flow.deaths += 1
+            for run in flow.runs.values():
+                if _lost_local(run, worker.arena):
+                    self._give_up(fx, flow, run)
+            again = flow.redo(lost)
+            if again is None or flow.deaths > _MAX_DEATHS:
+                stage = sorted(lost)[0]
+                self._end(fx, flow, _death_error(flow, stage, worker, again is None))
+            else:
+                self.counters["retried"] += 1
+                self._redo(fx, flow, again)
+
+    def _redo(self, fx: Effects, flow: Flow, again: set[str]) -> None:
+        queued = [run for run in flow.runs.values() if run.state is RunState.QUEUED]
+        for run in flow.runs.values():
+            stage = self.stages[run.stage]
+            if run.stage in again:
+                if run.state is RunState.RUNNING:  # aborting in a dead worker does nothing
+                    fx.to(run.identity).append(Abort(run.stage, flow.id, run.attempt))
+                stage.discard(flow.id)
+                stage.members.add(flow.id)
+        dropped = flow.reset(again)
+        self._unkeep(fx, flow, [key_of(ref) for ref in dropped])
+        for run in queued:
+            if run.state is RunState.WAITING:
+                self.stages[run.stage].discard(flow.id)
+        for run in flow.runs.values():
+            if run.state is RunState.WAITING and startable(run):
+                self._queue(flow, run)
+
+    def _give_up(self, fx: Effects, flow: Flow, run: Run) -> None:
+        """Keep a run's inputs no longer: a redo starts further upstream."""
+        self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
+        for port in run.inputs.values():
+            if any(leased(piece) for piece in port.pieces):
+                port.given_up = True
+
+    def _fail_stranded(self, fx: Effects, now: float) -> None:
+        """Requests that need a stage that is down end at once."""
+        for flow in list(self.flows.values()):
+            for run in flow.runs.values():
+                if not run.over and (error := self.admission.unavailable(run.stage)):
+                    self._end(fx, flow, error)
+                    break
+
+    # ---- memory
+
+    def _free(self, fx: Effects, keys: Iterable[BlockKey]) -> None:
+        by_owner: dict[str, list[BlockKey]] = {}
+        for key in keys:
+            owner = self._owner.get(key[0])
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(key)
+        for owner, blocks in by_owner.items():
+            fx.to(owner).append(Free(blocks))
+
+    def _close_retired(self, fx: Effects) -> None:
+        for arena in [a for a in self._retired if not self.ledger.busy(a)]:
+            self._retired.discard(arena)
+            self._arena_sizes.pop(arena, None)
+            fx.close_arenas.append(arena)
+            for worker in self.supervisor.workers:
+                if arena in worker.attached:
+                    worker.attached.discard(arena)
+                    fx.to(worker.identity).append(Detach(arena))
+
+    def _relieve(self, fx: Effects) -> None:
+        """Stages wait for room: give kept inputs up, oldest first, and break fan-in deadlocks."""
+        for name, waiting in self._stalled.items():
+            if waiting and (arenas := self._arenas_of(name)):
+                self._give_up_kept(fx, arenas) or self._preempt_youngest(fx, arenas, waiting)
+
+    def _arenas_of(self, stage: str) -> set[int]:
+        return {w.arena for w in self.supervisor.workers if stage in w.stages and w.alive}
+
+    def _give_up_kept(self, fx: Effects, arenas: set[int]) -> bool:
+        """Free blocks that only a running request keeps, for a redo. True if there was one."""
+        for flow in self.flows.values():  # in order of submission
+            for run in flow.runs.values():
+                if run.state is not RunState.RUNNING:
+                    continue
+                keys = [key_of(ref) for ref in run.kept()]
+                mine = [key for key in keys if key[0] in arenas]
+                if mine and all(set(self.ledger.holders(key)) <= {flow.id} for key in mine):
+                    self.counters["given_up"] += 1
+                    self._give_up(fx, flow, run)
+                    return True
+        return False
+
+    def _preempt_youngest(self, fx: Effects, arenas: set[int], waiting: set[str]) -> None:
+        """If every block is kept by runs that wait for other inputs, redo the youngest's producers.
+
+        Only then: a block that a worker, a queue or a client holds comes back by itself.
+        """
+        holders: dict[str, set[str]] = {}  # request -> stages that produced what it keeps there
+        for flow in self.flows.values():
+            for run in flow.runs.values():
+                for port in run.inputs.values():
+                    for piece in port.pieces:
+                        ref = leased(piece)
+                        if ref is None or port.given_up or key_of(ref)[0] not in arenas:
+                            continue
+                        if run.state is not RunState.WAITING:
+                            return
+                        holders.setdefault(flow.id, set()).add(port.edge.source)
+        if any(set(self.ledger.holders(k)) - set(holders) for a in arenas for k in self.ledger.blocks(a)):
+            return
+        oldest = min((flow.order for flow in self.flows.values()), default=0)
+        young = [self.flows[r] for r in holders if self.flows[r].order != oldest]
+        for flow in sorted(young, key=lambda flow: -flow.order):
+            again = flow.redo(holders[flow.id])
+            if again is not None:
+                self.counters["given_up"] += 1
+                self._redo(fx, flow, again)
+                return
+
+    def _settled(self, fx: Effects, now: float) -> Effects:
+        """After every event: queues move as far as they can."""
+        if any(self._stalled.values()):
+            self._relieve(fx)
+        self._dispatch(fx)
+        while self._deadlines and self._deadlines[0][1] not in self.flows:
+            heapq.heappop(self._deadlines)
+        return fx
+
+
+def client_of(request_id: str) -> str:
+    """The holder of blocks that were delivered to a request's client."""
+    return f"client:{request_id}"
+
+
+def _lost_local(run: Run, arena: int) -> bool:
+    return any(
+        isinstance(piece, Local) and piece.arena == arena
+        for port in run.inputs.values()
+        for piece in port.pieces
+    )
+
+
+def _death_error(flow: Flow, stage: str, worker: Worker, reached: bool) -> StageFailed:
+    why = "part of its answer had been sent" if reached else f"this happened {flow.deaths} times"
+    return StageFailed(
+        f"the process of stage {stage} died while it worked on the request "
+        f"({worker.error or 'no last words'}) and it was not tried again: {why}",
+        request=flow.id,
+        stage=stage,
+    )
+
+

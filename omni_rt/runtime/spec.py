@@ -1,0 +1,92 @@
+"""What a worker is told at its start, from the pipeline's config. Plain values."""
+
+from __future__ import annotations
+
+import glob
+from typing import Any
+
+from omni_rt.config import PipelineConfig, StageConfig, parse_bytes
+from omni_rt.graph import Graph
+from omni_rt.runtime.supervisor import Worker
+from omni_rt.wire.messages import PROTOCOL_VERSION, StageSpec, WorkerSpec
+from omni_rt.wire.tensors import INLINE_LIMIT_BYTES
+
+
+def worker_spec(
+    config: PipelineConfig,
+    graph: Graph,
+    worker: Worker,
+    address: str,
+    main_pid: int,
+    *,
+    on_main_thread: bool,
+) -> WorkerSpec:
+    arena_bytes = arena_size(config, worker)
+    return WorkerSpec(
+        version=PROTOCOL_VERSION,
+        address=address,
+        identity=worker.identity,
+        epoch=worker.epoch,
+        main_pid=main_pid,
+        die_with_thread=on_main_thread,
+        arena=worker.arena,
+        arena_bytes=arena_bytes,
+        inline_limit_bytes=INLINE_LIMIT_BYTES,
+        stages=tuple(
+            _stage_spec(config, graph, name, worker, arena_bytes) for name in worker.stages
+        ),
+    )
+
+
+def arena_size(config: PipelineConfig, worker: Worker) -> int:
+    """Bytes of shared memory the worker writes to: the sum over its stages."""
+    return sum(parse_bytes(config.stages[name].arena) for name in worker.stages)
+
+
+def device_of(config: PipelineConfig, stage: str, replica: int) -> str:
+    """The device a stage's replica runs on: as configured; `auto` spreads over the GPUs there are."""
+    device = config.stages[stage].device
+    if device != "auto":
+        return device
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    place = list(config.stages).index(stage) + replica
+    return f"cuda:{place % gpus}" if gpus else "cpu"
+
+
+def _stage_spec(
+    config: PipelineConfig, graph: Graph, name: str, worker: Worker, arena_bytes: int
+) -> StageSpec:
+    stage = config.stages[name]
+    ports = {edge.source_port for edge in graph.edges if edge.source == name}
+    ports |= {port for source, port in graph.outputs.values() if source == name}
+    share = arena_bytes // max(1, len(ports) * len(worker.stages))
+    return StageSpec(
+        name=name,
+        engine=stage.engine,
+        model=stage.model or config.model,
+        part=stage.part,
+        device=device_of(config, name, worker.replica),
+        max_batch=stage.max_batch,
+        options=_options(stage, graph, name),
+        sampling=_sampling(stage),
+        credits=dict.fromkeys(ports, share),
+    )
+
+
+def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
+    options: dict[str, Any] = {stage.engine: getattr(stage, stage.engine)}
+    if stage.hidden is not None:
+        options["hidden"] = {"layer": stage.hidden.layer, "rows": stage.hidden.rows}
+    if stage.facts:
+        options["facts"] = stage.facts
+    if stage.memory is not None and not stage.memory.endswith("%"):
+        options["memory_bytes"] = parse_bytes(stage.memory)
+    via = {edge.target_port: edge.via for edge in graph.edges if edge.target == name and edge.via}
+    if via:
+        options["via"] = via
+    return options
+
+
+def _sampling(stage: StageConfig) -> dict[str, Any]:
+    steps = {} if stage.steps is None else {"num_inference_steps": stage.steps}
+    return {**steps, **stage.sampling}

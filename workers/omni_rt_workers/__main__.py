@@ -1,0 +1,89 @@
+"""The worker process: `python -P -m omni_rt_workers LIFELINE_FD`, started by main only."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+
+from omni_rt.errors import ConfigError
+from omni_rt.wire.channel import ZmqWorkerChannel
+from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
+
+from omni_rt_workers.engines import registry
+from omni_rt_workers.inputs import Reshape
+from omni_rt_workers.lifeline import Lifeline
+from omni_rt_workers.loop import Loop, crashed
+from omni_rt_workers.memory import Memory
+
+
+def main() -> int:
+    # Ctrl-C reaches the whole foreground group; ending is main's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    lifeline = Lifeline(int(sys.argv[1]))
+    spec, arena = lifeline.receive_spec()
+    lifeline.die_with_main(spec)
+    channel = ZmqWorkerChannel(spec.address, spec.identity)
+    channel.send([Hello(PROTOCOL_VERSION, os.getpid())])
+    memory = Memory(arena, spec.epoch)
+
+    def attach(message: Attach) -> None:
+        memory.attach(lifeline.receive_arena(message))
+
+    loop = Loop(channel, memory, attach)
+    channel.send([Loading(stage.name, "touching memory", 0.0) for stage in spec.stages])
+    arena.populate(write=True)
+    for stage in spec.stages:
+        if not _load(loop, channel, spec, stage):
+            return 1
+    try:
+        loop.run()
+    except BaseException as error:
+        channel.send(crashed(spec.stages[0].name, error))
+        channel.close()
+        raise
+    loop.close()
+    channel.close()
+    return 0
+
+
+def _load(loop: Loop, channel: ZmqWorkerChannel, spec: WorkerSpec, stage: StageSpec) -> bool:
+    try:
+        make = registry.find(stage.engine)
+        loop.load(stage, make, _via(stage), spec.inline_limit_bytes)
+    except Exception as error:
+        logging.exception("stage %s cannot load", stage.name)
+        channel.send(crashed(stage.name, error))
+        channel.close()
+        return False
+    return True
+
+
+def _via(stage: StageSpec) -> dict[str, Reshape]:
+    """The reshaping functions of the stage's incoming edges, by input port."""
+    return {port: _function(name) for port, name in stage.options.get("via", {}).items()}
+
+
+def _function(path: str) -> Reshape:
+    module, _, name = path.partition(":")
+    try:
+        function: Reshape = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"via: cannot find '{path}': {error}") from error
+    return function
+
+
+if __name__ == "__main__":
+    # Without this, threads of libraries could keep a finished worker alive.
+    code = 1
+    try:
+        code = main()
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if sys.exc_info()[0] is None:
+            os._exit(code)

@@ -1,0 +1,182 @@
+"""The engine that only takes time: declared step times, sizes and ports, on real or virtual time.
+
+Plan a pipeline for eight GPUs on a laptop, or test the runtime. What it gives is a function of what
+it got, so that a wrong, lost or doubled hand-off shows in the result: see `digest`.
+
+Options (`simulated:`): `step_s` seconds of one step of the whole batch (default 0.01); `steps` of
+one request (default 10); `busy` true = burn a core instead of sleeping; `inputs` names of input
+ports; `ports` {name: {"bytes": size of one chunk (default 32), "every": steps between chunks;
+0 = one chunk at the end (default)}}; `facts` reported by every request; `load_s` seconds to load.
+A request whose inputs stream makes one step for each chunk of its first streamed port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from omni_rt.errors import ConfigError
+from omni_rt.wire.messages import ParamSpec, Ports, PortSpec, StageSpec
+
+from omni_rt_workers.engine import Engine, Outbox, Say, Task
+from omni_rt_workers.engines.echo import prompt_of
+
+
+class PortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int = 32
+    every: int = 0
+
+
+class SimulatedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step_s: float = 0.01
+    steps: int = 10
+    busy: bool = False
+    inputs: tuple[str, ...] = ()
+    ports: dict[str, PortOptions] = {}
+    facts: tuple[str, ...] = ()
+    load_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Work:
+    steps: int  # to do in all; -1: as many as chunks arrive on `stream`
+    stream: str | None
+    done: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+class SimulatedEngine:
+    def __init__(self, spec: StageSpec, out: Outbox, work: Callable[[float], None]) -> None:
+        try:
+            self._options = msgspec.convert(spec.options.get("simulated", {}), SimulatedOptions)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"stages.{spec.name}.simulated: {error}") from error
+        self._spec = spec
+        self._out = out
+        self._work = work
+        self._running: dict[Task, _Work] = {}
+        self._waiting: dict[Task, _Work] = {}
+
+    def load(self, say: Say) -> Ports:
+        say("loading weights", 0.5)
+        self._work(self._options.load_s)
+        kind_of = {"text": "text"}
+        outputs = [PortSpec(name, kind_of.get(name, "tensor")) for name in self._options.ports]  # type: ignore[arg-type]
+        return Ports(
+            inputs=tuple(PortSpec(name, "tensor") for name in self._options.inputs),
+            outputs=tuple(outputs),
+            params=(ParamSpec("steps", "int", 1, 10000, about="steps of this request"),),
+            slots=self._spec.max_batch * 2,
+        )
+
+    def add(self, task: Task) -> None:
+        stream = next((p for p in task.inputs.ports() if not task.inputs.ended(p)), None)
+        steps = -1 if stream else int(task.params.get("steps", self._options.steps))
+        self._waiting[task] = _Work(steps, stream)
+        self._admit()
+
+    def feed(self, task: Task, port: str) -> None:
+        return None  # `step` looks at what has arrived
+
+    def abort(self, task: Task) -> None:
+        self._running.pop(task, None)
+        self._waiting.pop(task, None)
+        self._admit()
+
+    def _admit(self) -> None:
+        for task in sorted(self._waiting, key=lambda task: -task.priority):
+            if len(self._running) >= self._spec.max_batch:
+                return
+            self._running[task] = self._waiting.pop(task)
+
+    def step(self) -> None:
+        batch = [(task, work) for task, work in self._running.items() if self._movable(task, work)]
+        self._work(self._options.step_s)
+        for task, work in batch:
+            self._advance(task, work)
+        self._admit()
+
+    def _advance(self, task: Task, work: _Work) -> None:
+        if not self._ended(task, work):
+            work.done += 1
+            self._give(task, work, at_end=False)
+        if self._ended(task, work):
+            self._give(task, work, at_end=True)
+            del self._running[task]
+            usage = {"steps": work.done}
+            self._out.finish(task, "stop", usage, self._options.facts)
+
+    def _give(self, task: Task, work: _Work, *, at_end: bool) -> None:
+        for port, options in self._options.ports.items():
+            due = at_end if not options.every else not at_end and work.done % options.every == 0
+            if due and port in task.emit:
+                number = work.sent.get(port, 0)
+                work.sent[port] = number + 1
+                chunk = number if work.stream and not at_end else None
+                seen = self._seen(task, work, chunk)
+                mark = digest(self._spec.name, port, number, prompt_of(task), seen)
+                if port == "text":
+                    self._out.text(task, mark.hex(), (number,))
+                else:
+                    data = mark * -(-options.bytes // len(mark))
+                    self._out.put_bytes(task, port, data[: options.bytes])
+
+    def _seen(self, task: Task, work: _Work, number: int | None) -> list[bytes]:
+        """Digests of the inputs: of all of them, or of chunk `number` if they stream."""
+        inputs = task.inputs
+        if work.stream and number is not None:
+            views = inputs.views(work.stream)
+            return [_hash([views[number]])] if number < len(views) else []
+        return [_hash(inputs.views(port)) for port in sorted(inputs.ports())]
+
+    def _ended(self, task: Task, work: _Work) -> bool:
+        if work.stream:
+            ended = task.inputs.ended(work.stream)
+            return ended and work.done >= len(task.inputs.views(work.stream))
+        return work.done >= work.steps
+
+    def _movable(self, task: Task, work: _Work) -> bool:
+        if task.held:
+            return False
+        if not work.stream:
+            return True
+        return work.done < len(task.inputs.views(work.stream)) or self._ended(task, work)
+
+    @property
+    def idle(self) -> bool:
+        return not any(self._movable(task, work) for task, work in self._running.items())
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+
+
+def digest(stage: str, port: str, number: int, prompt: str, seen: Iterable[bytes]) -> bytes:
+    """The 16 bytes that chunk `number` of a port repeats: a function of all that went in."""
+    return _hash([f"{stage}.{port}.{number}.{prompt}".encode(), *seen])
+
+
+def _hash(parts: Iterable[bytes | memoryview]) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def make(spec: StageSpec, out: Outbox) -> Engine:
+    options: dict[str, Any] = spec.options.get("simulated", {})
+    return SimulatedEngine(spec, out, _busy if options.get("busy") else time.sleep)

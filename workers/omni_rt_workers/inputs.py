@@ -1,0 +1,119 @@
+"""The tensors a task was handed, and the leases on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from omni_rt.errors import ProtocolError
+from omni_rt.wire.messages import Payload, TextPiece
+from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
+
+from omni_rt_workers.memory import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+Reshape = Callable[["torch.Tensor"], "torch.Tensor"]
+"""What an edge's `via:` names: called on each tensor, in the consumer's worker."""
+
+Lease = tuple[int, int, int]
+"""(arena or pool id, offset, generation), as `Released` gives it back."""
+
+
+class TaskInputs:
+    """`engine.Inputs` over the refs that main forwarded. Every ref in it is a lease to give back."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        whole: dict[str, list[Payload | TextPiece]],
+        streams: tuple[str, ...],
+        via: dict[str, Reshape],
+        released: list[Lease],
+    ) -> None:
+        self._memory = memory
+        self._released = released  # the loop's: goes to main with the next message
+        self._via = via
+        self._refs: dict[str, list[Payload | TextPiece | None]] = {
+            port: list(refs) for port, refs in whole.items()
+        }
+        self._open = set(streams)
+        self._expected = dict.fromkeys(streams, 0)
+        for port in streams:
+            self._refs.setdefault(port, [])
+
+    def feed(self, port: str, seq: int, data: Payload | TextPiece | None, last: bool) -> None:
+        if port not in self._open or seq != self._expected[port]:
+            raise ProtocolError(
+                f"chunk {seq} of input '{port}' is out of order; expected {self._expected.get(port)}"
+            )
+        self._expected[port] += 1
+        if data is not None:
+            self._refs[port].append(data)
+        if last:
+            self._open.discard(port)
+
+    def ports(self) -> list[str]:
+        return list(self._refs)
+
+    def count(self, port: str) -> int:
+        """Chunks that have arrived so far, released ones included."""
+        return len(self._refs.get(port, ()))
+
+    def ended(self, port: str) -> bool:
+        return port not in self._open
+
+    def texts(self, port: str) -> list[str]:
+        return [ref.text for ref in self._refs.get(port, ()) if isinstance(ref, TextPiece)]
+
+    def views(self, port: str) -> list[memoryview]:
+        return [
+            self._memory.view(ref)
+            for ref in self._refs.get(port, ())
+            if isinstance(ref, Inline | Block)
+        ]
+
+    def view(self, port: str, index: int) -> memoryview:
+        ref = self._refs[port][index]
+        if not isinstance(ref, Inline | Block):
+            raise ProtocolError(f"chunk {index} of input '{port}' holds no bytes")
+        return self._memory.view(ref)
+
+    def tensors(self, port: str) -> list[torch.Tensor]:
+        reshape = self._via.get(port)
+        tensors = [self._tensor(ref) for ref in self._refs.get(port, ()) if ref is not None]
+        return [reshape(tensor) for tensor in tensors] if reshape else tensors
+
+    def release(self, port: str, count: int) -> None:
+        refs = self._refs.get(port, [])
+        self._released += [lease for ref in refs[:count] if (lease := self._lease(ref))]
+        refs[:count] = [None] * min(count, len(refs))
+
+    def release_all(self) -> None:
+        for port in self._refs:
+            self.release(port, len(self._refs[port]))
+
+    def _tensor(self, ref: Payload | TextPiece) -> torch.Tensor:
+        from omni_rt_workers.tensors import as_tensor
+
+        if isinstance(ref, Inline | Block):
+            view = self._memory.view(ref)
+            return as_tensor(view, ref.dtype, ref.shape)
+        if isinstance(ref, Local):
+            kept: Any = self._memory.kept(ref)
+            if isinstance(kept, memoryview):
+                return as_tensor(kept, ref.dtype, ref.shape)
+            tensor: torch.Tensor = kept
+            return tensor
+        raise ProtocolError(f"a {type(ref).__name__} cannot be made a tensor here")
+
+    def _lease(self, ref: Payload | TextPiece | None) -> Lease | None:
+        if isinstance(ref, Block):
+            self._memory.check(ref)
+            return ref.arena, ref.offset, ref.generation
+        if isinstance(ref, Local):
+            return ref.arena, ref.offset, ref.generation
+        if isinstance(ref, DeviceBlock):
+            return ref.pool, ref.offset, ref.generation
+        return None
