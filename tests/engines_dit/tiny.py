@@ -11,11 +11,16 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PNDMScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 CAPTION_DIM = 16  # channels of ZImage's prompt_embeds
 JOINT_DIM = 32  # of SD3's and Flux's
@@ -94,7 +99,63 @@ def flux() -> Any:
     )
 
 
-FAMILIES = {"zimage": zimage, "sd3": sd3, "flux": flux}
+def stable_diffusion() -> Any:
+    unet = _seeded(
+        UNet2DConditionModel,
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=JOINT_DIM,
+        attention_head_dim=4,
+    )
+    return StableDiffusionPipeline(
+        vae=_vae(),
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet,
+        scheduler=PNDMScheduler(skip_prk_steps=True, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def zimage_with_text() -> Any:
+    """ZImage that reads prompts: a random Qwen3 over bytes."""
+    pipeline = zimage()
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=CAPTION_DIM,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    letters = {chr(byte): byte for byte in range(256)}
+    words = Tokenizer(models.WordLevel({**letters, "<pad>": 256, "<unk>": 257}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side="right"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    pipeline.register_modules(text_encoder=Qwen3Model(config).eval(), tokenizer=tokenizer)
+    return pipeline
+
+
+FAMILIES = {
+    "zimage": zimage,
+    "zimage_with_text": zimage_with_text,
+    "sd3": sd3,
+    "flux": flux,
+    "stable_diffusion": stable_diffusion,
+}
 
 
 def save(pipeline: Any, folder: Path) -> str:
