@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
@@ -242,6 +243,21 @@ def test_missing_embeddings_are_a_bad_request(engine: DiTEngine, out: RecordingO
     assert error.param == "prompt_embeds"
 
 
+def test_guidance_without_negative_embeddings_is_a_bad_request(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    engine = loaded(stage(folders["sd3"]), out)
+    inputs = {
+        "prompt_embeds": torch.ones(7, tiny.JOINT_DIM),
+        "pooled_prompt_embeds": torch.ones(tiny.POOLED_DIM),
+    }
+    run(engine, task("one", inputs, {**PARAMS, "guidance_scale": 5.0}))
+    error = out.said["one"].error
+    assert isinstance(error, BadRequest)
+    assert "needs negative_prompt_embeds too" in str(error)
+    engine.close()
+
+
 def test_ports_are_those_of_the_signature(folders: dict[str, str], out: RecordingOutbox) -> None:
     from omni_rt_workers.engines import diffusers_dit
 
@@ -281,6 +297,9 @@ def test_a_wrong_stage_is_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(ConfigError, match="no option 'thread'.*did you mean 'threads'"):
         loaded(stage(folders["zimage"], thread=1), out)
+    wrong = msgspec.structs.replace(stage(folders["zimage"]), sampling={"hight": 64})
+    with pytest.raises(ConfigError, match="no parameter 'hight'.*did you mean 'height'"):
+        loaded(wrong, out)
     with pytest.raises(ConfigError, match=r"bytes of the 1,000 it may use.*raise its memory"):
         loaded(stage(folders["zimage"], memory_bytes=1000), out)
 

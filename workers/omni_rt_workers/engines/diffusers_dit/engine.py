@@ -33,6 +33,8 @@ class Painting:
     seed: int
     fibre: Fibre
     steps: int = 0  # denoise steps done
+    total: int = 0  # of these in all; known after the first
+    latents: torch.Tensor | None = None  # of the last step, if wanted along with the picture
     gave_latents: bool = False
 
 
@@ -64,7 +66,7 @@ class DiTEngine:
         self._weights_bytes = loading.weights_bytes(pipeline)
         limits = {k: v for k, v in self._spec.options.items() if k in ("max_side", "max_steps")}
         self._form = params.CallForm(self._spec.name, pipeline, params.Limits(**limits))
-        self._form.refuse_unknown(self._spec.sampling)
+        self._check_sampling()
         self._shells = shell.Shells(pipeline)
         self._batch = batch.Batch()
         say("warming up", 0.8)
@@ -117,6 +119,14 @@ class DiTEngine:
 
             torch.cuda.empty_cache()
 
+    def _check_sampling(self) -> None:
+        try:
+            self._form.refuse_unknown(self._spec.sampling)
+        except errors.BadRequest as error:
+            raise errors.ConfigError(
+                f"sampling: {error.message}", stage=self._spec.name, hint=error.hint
+            ) from None
+
     def _startable(self) -> list[Task]:
         room = self._spec.max_batch - len(self._paintings)
         ready = [task for task in self._waiting if not task.held and self._complete(task)]
@@ -140,9 +150,7 @@ class DiTEngine:
         seed = secrets.randbits(32) if seed is None else int(seed)
         arguments = self._form.arguments(task, seed)
         if {"image", "latents"} <= task.emit.keys():
-            self._form.watch_latents(
-                arguments, lambda latents: self._give_latents(painting, latents)
-            )
+            self._form.watch_latents(arguments, lambda latents: self._saw(painting, latents))
         fibre = self._shells.fibre(arguments, lambda shell: self._stepped(painting, shell))
         painting = Painting(task, seed, fibre)
         return painting
@@ -150,7 +158,15 @@ class DiTEngine:
     def _stepped(self, painting: Painting, shell: Any) -> None:
         painting.steps += 1
         total = getattr(shell, "_num_timesteps", None) or len(shell.scheduler.timesteps)
-        self._out.progress(painting.task, painting.steps, max(total, painting.steps))
+        painting.total = max(total, painting.steps)
+        self._out.progress(painting.task, painting.steps, painting.total)
+
+    def _saw(self, painting: Painting, latents: torch.Tensor) -> None:
+        """Latents after a step, of a request that wants them and the picture: the last are given
+        out before the picture is decoded."""
+        painting.latents = latents
+        if painting.steps == painting.total:
+            self._give_latents(painting, latents)
 
     def _conclude(self, painting: Painting) -> None:
         """Give out what a finished fibre made, or why it failed."""
@@ -161,7 +177,7 @@ class DiTEngine:
                 raise fibre.error
             made = self._give(painting, fibre.result[0])
         except Exception as error:
-            self._out.fail(task, self._explained(error, fibre))
+            self._out.fail(task, self._explained(error, painting))
         else:
             self._out.finish(task, usage={"images": made})
         finally:
@@ -173,6 +189,8 @@ class DiTEngine:
         if "image" not in task.emit:
             self._give_latents(painting, result)
             return 0
+        if painting.latents is not None:
+            self._give_latents(painting, painting.latents)
         for number, picture in enumerate(result, 1):
             self._give_picture(painting, picture, last=number == len(result))
         return len(result)
@@ -195,14 +213,16 @@ class DiTEngine:
         }
         self._out.put_bytes(task, "image", media.png(picture), last=last, meta=meta)
 
-    def _explained(self, error: Exception, fibre: Fibre) -> errors.OmniError:
+    def _explained(self, error: Exception, painting: Painting) -> errors.OmniError:
         """The error with its traceback as text: a live one would hold the whole run's tensors."""
         if isinstance(error, errors.OmniError):
             return error
         said = f"{type(error).__name__}: {error}"
         detail = "".join(traceback.format_exception(error))
-        if isinstance(error, ValueError) and not fibre.calls:  # the pipeline's check of its inputs
-            return errors.BadRequest(str(error), stage=self._spec.name, detail=detail)
+        if not painting.fibre.calls:  # the pipeline refused its arguments
+            hint = self._form.missing(painting.task)
+            if isinstance(error, ValueError) or hint:
+                return errors.BadRequest(said, stage=self._spec.name, hint=hint, detail=detail)
         return errors.StageFailed(said, stage=self._spec.name, detail=detail)
 
     def _warm_up(self) -> None:

@@ -43,7 +43,9 @@ def load_pipeline(spec: StageSpec, where: str) -> Any:
     """The pipeline on the stage's device. Options under `diffusers` go to `from_pretrained`."""
     import torch
     from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
 
+    logging.disable_progress_bar()
     if spec.device == "cpu":
         torch.set_num_threads(spec.options.get("threads") or 1)
     options = {**_left_out(where), **spec.options.get("diffusers", {})}

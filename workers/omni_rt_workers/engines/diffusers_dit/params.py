@@ -92,7 +92,7 @@ class CallForm:
     def watch_latents(
         self, arguments: dict[str, Any], done: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call `done` with the final latents of a run that goes on to decode them."""
+        """Call `done` with the latents after each step, of a run that goes on to decode them."""
         if "callback_on_step_end" not in self._parameters:
             raise BadRequest(
                 f"stage '{self.stage}' cannot give image and latents in one request",
@@ -100,12 +100,18 @@ class CallForm:
                 hint="ask for one of them",
             )
 
-        def on_step_end(shell: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
-            if step + 1 == shell.num_timesteps:
-                done(values["latents"])
+        def on_step_end(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
+            done(values["latents"])
             return {}
 
         arguments["callback_on_step_end"] = on_step_end
+
+    def missing(self, task: Task) -> str | None:
+        """What a pipeline may have missed if it failed before it called its model."""
+        name = "negative_prompt_embeds"
+        if self.reads_text or name not in self._parameters or name in task.inputs.ports():
+            return None
+        return f"with guidance on, this stage needs {name} too: it holds no text encoder"
 
     def tiny(self) -> list[dict[str, Any]]:
         """Two small calls to warm up with; none if their inputs cannot be made up."""
