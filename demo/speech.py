@@ -1,6 +1,7 @@
 """What is said in Shapes World: requests in many wordings, replies, small talk, kind refusals."""
 
 import random
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,6 +121,25 @@ ASK = (
     "hey, please draw {}",
     "ok, now {}",
     "and now {}",
+    "put {}",
+    "add {}",
+    "can i have {}?",
+    "could i have {}?",
+    "can i get {}?",
+    "may i have {}, please?",
+    "i would love to see {}",
+    "i'd like {}",
+    "how about {}?",
+    "what about {}?",
+    "try {}",
+    "next, {}",
+    "then {}",
+    "let's see {}",
+    "do {}",
+    "draw a scene with {}",
+    "illustrate {}",
+    "an illustration of {}",
+    "a drawing of {}",
 )
 RELATION_WORDS = {
     "above": ("above", "above", "above", "over", "on top of"),
@@ -132,6 +152,8 @@ RELATION_WORDS = {
         "next to",
         "beside",
         "and",
+        "and",
+        "plus",
     ),
     "to the right of": ("to the right of", "to the right of", "right of", "on the right of"),
 }
@@ -171,6 +193,7 @@ MISSPELT = {
     "green": ("gren",),
     "gray": ("grey",),
 }
+SIZES = ("big", "small", "large", "little", "tiny", "huge", "nice", "simple", "bright")
 USUAL_COLOR = {"circle": "red", "square": "blue", "triangle": "green"}  # when none is said
 SURPRISES = {
     "draw something": Scene(
@@ -219,7 +242,10 @@ def _things(scene: Scene, rng: random.Random) -> str:
         return _thing(first, rng)
     second = scene.things[1]
     if first == second and scene.relation == "to the left of" and rng.random() < 0.4:
-        return f"two {_spelt(first.color, rng)} {_spelt(first.shape, rng)}s"
+        color = _spelt(first.color, rng) + " "
+        if first.color == USUAL_COLOR[first.shape] and rng.random() < 0.2:
+            color = ""
+        return f"{rng.choice(('two', 'two', '2'))} {color}{_spelt(first.shape, rng)}s"
     if rng.random() < 0.1:
         words = rng.choice(INVERTED[scene.relation]).format(_thing(first, rng))
         return f"{_thing(second, rng)} {words}"
@@ -232,6 +258,8 @@ def _thing(thing: Thing, rng: random.Random) -> str:
     chance = rng.random()
     if thing.color == USUAL_COLOR[thing.shape] and chance < 0.08:
         return f"a {shape}"
+    if chance < 0.14:
+        return f"a {rng.choice(SIZES)} {color} {shape}"  # all are drawn in one size
     if chance < 0.7:
         return f"{'an' if color[0] in 'aeiou' else 'a'} {color} {shape}"
     if chance < 0.84:
@@ -254,9 +282,9 @@ def _surface(text: str, rng: random.Random) -> str:
     chance = rng.random()
     if chance < 0.35:
         text = text[:1].upper() + text[1:]
-    elif chance < 0.39:
-        text = text.upper()
     elif chance < 0.41:
+        text = text.upper()
+    elif chance < 0.44:
         text = text.title()
     if rng.random() < 0.35:
         text = text.rstrip("?.!") + rng.choice(("", ".", ".", "!", "?", "...", " .", "!!"))
@@ -499,6 +527,9 @@ TALK: dict[str, tuple[str, ...]] = {
 NO_SHAPE = "I cannot draw that. I can draw circles, squares and triangles."
 NO_COLOR = f"I do not have that color. My colors are {_ALL_COLORS}."
 NO_BACKGROUND = "I do not have that background. I can paint white, black and gray ones."
+NO_PLACE = (
+    "I cannot put it there. I put a shape above, below, to the left or to the right of another."
+)
 TOO_MANY = f"That is too much for me. I can draw one or two shapes. {_HINT}"
 ONLY_SHAPES = f"I only know about shapes. {_HINT}"
 
@@ -522,6 +553,20 @@ OTHER_COLORS = (
 OTHER_BACKGROUNDS = (
     "red green blue yellow purple orange pink brown gold striped starry cyan beige colorful"
 ).split()
+OTHER_PLACES = (
+    "inside",
+    "in",
+    "inside of",
+    "within",
+    "around",
+    "behind",
+    "touching",
+    "far from",
+    "close to",
+    "through",
+    "across from",
+    "diagonal to",
+)
 OTHER_LOOKS = (
     "big small huge tiny little old happy sad beautiful cute funny black white brown".split()
 )
@@ -562,6 +607,8 @@ CHATTER = (
     "can you speak {}",
     "can you help me with my {}",
     "i am {}",
+    "say {}",
+    "say hello in {}",
     "i have a {}",
     "i like {}",
     "i feel {}",
@@ -570,6 +617,8 @@ CHATTER = (
     "the {} is on the {}",
     "explain {} to me",
     "solve {}",
+    "{}",
+    "{}",
     "{}",
     "{} {}",
     "{} {} {}",
@@ -619,7 +668,16 @@ def surprise(rng: random.Random) -> Exchange:
 def refusal(rng: random.Random) -> Exchange:
     """A request that cannot be met, mostly close to one that can."""
     kind = rng.choice(
-        (_wrong_shape, _wrong_shape, _wrong_color, _wrong_background, _too_many, _chatter, _chatter)
+        (
+            _wrong_shape,
+            _wrong_shape,
+            _wrong_color,
+            _wrong_background,
+            _too_many,
+            _wrong_place,
+            _chatter,
+            _chatter,
+        )
     )
     request, reply = kind(rng)
     return Exchange(_surface(request, rng), reply)
@@ -670,6 +728,11 @@ def _too_many(rng: random.Random) -> tuple[str, str]:
     ), TOO_MANY
 
 
+def _wrong_place(rng: random.Random) -> tuple[str, str]:
+    first, second = (_thing(_some_thing(rng), rng) for _ in range(2))
+    return _asking(f"{first} {rng.choice(OTHER_PLACES)} {second}", rng), NO_PLACE
+
+
 def _chatter(rng: random.Random) -> tuple[str, str]:
     template = rng.choice(CHATTER)
     words = [_any_word(rng) for _ in range(template.count("{}"))]
@@ -698,13 +761,14 @@ def _any_word(rng: random.Random) -> str:
 
 
 def _made_up_word(rng: random.Random) -> str:
-    """Letters in turn, so that the model meets words it cannot know."""
-    syllables = rng.randint(1, 4)
+    """Letters by chance, so that the model meets words it cannot know."""
+    if rng.random() < 0.3:
+        return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 10)))
     return "".join(
         rng.choice("bcdfghjklmnprstvwz")
         + rng.choice("aeiou")
         + rng.choice(("", "", "n", "r", "s", "t"))
-        for _ in range(syllables)
+        for _ in range(rng.randint(1, 4))
     )
 
 

@@ -43,7 +43,7 @@ class WriterSettings:
     corpus: int = 30_000  # exchanges the tokenizer is made from
     checks: int = 300  # held-out requests answered at the end
     schedule: Schedule = Schedule(
-        steps=3000, peak_rate=3e-3, weight_decay=0.01, average_decay=0.995
+        steps=6000, peak_rate=3e-3, weight_decay=0.01, average_decay=0.995
     )
 
 
