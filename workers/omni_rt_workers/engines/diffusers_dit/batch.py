@@ -76,10 +76,11 @@ class Batch:
                     member.fibre.resume(outcome)
 
     def _groups(self, fibres: Sequence[Fibre]) -> list[list[_Parked]]:
+        calls = [(fibre, fibre.parked) for fibre in fibres if fibre.parked]
+        if len(calls) == 1:
+            return [[_Parked(*calls[0], None)]]
         groups: dict[Hashable, list[_Parked]] = {}
-        for fibre in fibres:
-            if (call := fibre.parked) is None:
-                continue
+        for fibre, call in calls:
             parked = _Parked(fibre, call, self._layout(call))
             key: Hashable = parked.layout.key if parked.layout else id(parked)
             groups.setdefault(key, []).append(parked)

@@ -219,9 +219,10 @@ class DiTEngine:
             return error
         said = f"{type(error).__name__}: {error}"
         detail = "".join(traceback.format_exception(error))
-        if not painting.fibre.calls:  # the pipeline refused its arguments
-            hint = self._form.missing(painting.task)
-            if isinstance(error, ValueError) or hint:
+        if not painting.fibre.calls:  # the pipeline refused its arguments, or stumbled over them
+            if isinstance(error, ValueError):
+                return errors.BadRequest(str(error), stage=self._spec.name, detail=detail)
+            if hint := self._form.missing(painting.task):
                 return errors.BadRequest(said, stage=self._spec.name, hint=hint, detail=detail)
         return errors.StageFailed(said, stage=self._spec.name, detail=detail)
 
