@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "demo", "bench", "examples")
+    for page in ROOT.glob(f"{folder}/*.md")
+)
 
 MODULE = re.compile(r"`((?:omni_rt|workers/omni_rt_workers)/[\w/]+\.py)`")
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
