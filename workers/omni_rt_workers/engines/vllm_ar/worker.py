@@ -1,0 +1,165 @@
+"""The vLLM worker that gives hidden states out.
+
+vLLM computes the rows of all requests of a step in one tensor; after `execute_model` they are
+sliced by request and those that somebody asked for are kept until the engine takes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from omni_rt.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+TO_THE_END = sys.maxsize
+
+
+@dataclass(slots=True)
+class Watched:
+    """Rows of one request by absolute position: `next` is the first still wanted, `end` is past
+    the last. A preempted request is computed again from position 0; what was seen is not kept
+    twice, because it lies below `next`."""
+
+    next: int
+    end: int
+    parts: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden size]
+
+
+class OmniARModelRunner:
+    """Mixin for vLLM's worker classes; its methods are called by `LLMEngine.collective_rpc`.
+
+    `additional_config["hidden_layer"]` says which layer, by transformers' numbering of
+    `output_hidden_states`: 0 is the embedding, -1 is the output after the final norm.
+    """
+
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+    is_driver_worker: bool
+    get_model: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._watched: dict[str, Watched] = {}
+        self._kv_cache_bytes = 0
+        layers: int = self.model_config.hf_text_config.num_hidden_layers
+        layer = self.vllm_config.additional_config.get("hidden_layer", -1)
+        if not -layers - 1 <= layer <= layers:
+            raise ConfigError(
+                f"hidden.layer is {layer}, and the model has {layers} layers",
+                hint=f"give one of {-layers - 1} to {layers}; -1 is after the final norm",
+            )
+        self._aux = layer not in (-1, layers)
+        if self._aux:
+            self._give_out(layer % (layers + 1))
+
+    def _give_out(self, layer: int) -> None:
+        """Have the model return the input of `layer` beside its output: both or neither of the
+        layers and the runner's flag must be set, so that forward's tuple is understood."""
+        model = self.get_model()
+        if not hasattr(model, "set_aux_hidden_state_layers") and hasattr(
+            model, "get_language_model"
+        ):
+            model = model.get_language_model()
+        if not hasattr(model, "set_aux_hidden_state_layers"):
+            raise ConfigError(
+                f"{type(model).__name__} gives out no hidden states but those of its last layer",
+                hint="set hidden.layer to -1",
+            )
+        model.set_aux_hidden_state_layers((layer,))
+        self.model_runner.use_aux_hidden_state_outputs = True
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self._kv_cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        out = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._watched and self.is_driver_worker:
+            self._keep_rows(scheduler_output)
+        return out
+
+    def _keep_rows(self, scheduler_output: Any) -> None:
+        state = self.model_runner.execute_model_state
+        if state is None or not scheduler_output.total_num_scheduled_tokens:
+            return
+        rows = state.aux_hidden_states[0] if self._aux else state.hidden_states
+        starts = _starts(scheduler_output)
+        # Model runner V2 makes a batch for each step, V1 keeps one; rows lie in its order.
+        batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
+        at = 0
+        for request in batch.req_ids[: batch.num_reqs]:
+            count = scheduler_output.num_scheduled_tokens[request]
+            if request in self._watched:
+                _keep(self._watched[request], starts[request], rows[at : at + count])
+            at += count
+
+    # ---- called by the engine
+
+    def watch_rows(self, request: str, first: int, end: int) -> None:
+        """Keep the rows of positions `first` to `end` - 1 of a request from now on."""
+        self._watched[request] = Watched(first, end)
+
+    def take_rows(self, requests: list[str]) -> list[list[torch.Tensor]]:
+        """The rows kept of each request since they were taken last; empty on other ranks."""
+        if not self.is_driver_worker:
+            return []
+        taken = []
+        for request in requests:
+            watched = self._watched[request]
+            taken.append(watched.parts)
+            watched.parts = []
+        return taken
+
+    def forget_rows(self, requests: list[str]) -> None:
+        for request in requests:
+            self._watched.pop(request, None)
+
+    def forget_step(self) -> None:
+        """Drop what a failed step left half done."""
+        self.model_runner.execute_model_state = None
+
+    def memory_bytes(self) -> dict[str, int]:
+        tensors = {t.data_ptr(): t.nbytes for t in self.get_model().parameters()}
+        return {"weights": sum(tensors.values()), "kv_cache": self._kv_cache_bytes}
+
+    def held_requests(self) -> tuple[int, int]:
+        """Requests that the runner knows, and requests whose rows are kept."""
+        known = getattr(self.model_runner, "requests", None)
+        if known is None:  # model runner V2
+            known = self.model_runner.req_states.req_id_to_index
+        return len(known), len(self._watched)
+
+
+class OmniCPUWorker(OmniARModelRunner, CPUWorker):
+    pass
+
+
+class OmniGPUWorker(OmniARModelRunner, Worker):
+    pass
+
+
+def _starts(scheduler_output: Any) -> dict[str, int]:
+    """The absolute position of each request's first row in this step."""
+    starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return starts
+
+
+def _keep(watched: Watched, start: int, rows: torch.Tensor) -> None:
+    """Keep what is wanted of `rows`, which begin at position `start`."""
+    if start > watched.next:
+        raise RuntimeError(f"hidden states of positions {watched.next} to {start - 1} are missing")
+    end = min(start + len(rows), watched.end)
+    if watched.next < end:
+        # A copy: the next step writes into the same memory.
+        watched.parts.append(rows[watched.next - start : end - start].clone())
+        watched.next = end
