@@ -291,6 +291,9 @@ class AREngine:
             self._llm.abort_request(ids, internal=True)
             self._llm.step()  # empty: tells the worker of the ends
             self._check_empty()
+            # The cache counts blocks as computed from when they are scheduled.
+            if not self._llm.reset_prefix_cache():
+                raise StageFailed("the prefix cache could not be emptied")
         except Exception as error:
             log.exception("stage %s: vLLM is not usable any more", self._spec.name)
             self._broken = error

@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine.step": (),
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ("request_ids", "internal"),
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ("method", "args"),
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": (),
     "vllm.v1.engine.llm_engine:LLMEngine.get_tokenizer": (),
     "vllm.v1.engine.core_client:InprocClient.shutdown": (),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids",),

@@ -71,20 +71,22 @@ def sampling_params(task: Task, defaults: dict[str, Any], room: int, *, rows: bo
 
 
 def _check_value(spec: ParamSpec, value: Any) -> None:
-    allowed = _TYPES[spec.kind]
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+    if not _fits(spec.kind, value):
         raise BadRequest(f"{spec.name} must be of type {spec.kind}, not {value!r}", param=spec.name)
-    if spec.name == "stop":
-        _check_stop(value)
     low, high = spec.minimum, spec.maximum
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise BadRequest(f"{spec.name} must be {limits}, not {value!r}", param=spec.name)
     if spec.name == "top_p" and value == 0:
         raise BadRequest("top_p must be above 0", param="top_p")
+    if spec.name == "stop":
+        _check_stop([value] if isinstance(value, str) else value)
 
 
-def _check_stop(value: str | list[Any] | tuple[Any, ...]) -> None:
-    strings = [value] if isinstance(value, str) else value
+def _fits(kind: str, value: Any) -> bool:
+    return isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
+def _check_stop(strings: list[Any] | tuple[Any, ...]) -> None:
     if not all(isinstance(one, str) and one for one in strings):
         raise BadRequest("stop must be strings that are not empty", param="stop")

@@ -127,8 +127,7 @@ class OmniARModelRunner:
         self.model_runner.execute_model_state = None
 
     def memory_bytes(self) -> dict[str, int]:
-        tensors = {t.data_ptr(): t.nbytes for t in self.get_model().parameters()}
-        return {"weights": sum(tensors.values()), "kv_cache": self._kv_cache_bytes}
+        return {"weights": _weights_bytes(self.get_model()), "kv_cache": self._kv_cache_bytes}
 
     def held_requests(self) -> tuple[int, int]:
         """Requests that the runner knows, and requests whose rows are kept."""
@@ -146,6 +145,18 @@ class OmniGPUWorker(OmniARModelRunner, Worker):
     pass
 
 
+def _weights_bytes(model: Any) -> int:
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    packed = 0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        columns = getattr(module, "input_size_per_partition", None)
+        if weight is not None and weight.numel() == 0 and columns is not None:
+            # On CPU, vLLM packs the weight for oneDNN and leaves an empty one in its place.
+            packed += columns * module.output_size_per_partition * weight.element_size()
+    return sum(tensors.values()) + packed
+
+
 def _starts(scheduler_output: Any) -> dict[str, int]:
     """The absolute position of each request's first row in this step."""
     starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -156,7 +167,7 @@ def _starts(scheduler_output: Any) -> dict[str, int]:
 
 def _keep(watched: Watched, start: int, rows: torch.Tensor) -> None:
     """Keep what is wanted of `rows`, which begin at position `start`."""
-    if start > watched.next:
+    if watched.next < min(start, watched.end):
         raise RuntimeError(f"hidden states of positions {watched.next} to {start - 1} are missing")
     end = min(start + len(rows), watched.end)
     if watched.next < end:
