@@ -512,7 +512,7 @@ class Core:
         self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
         for port in run.inputs.values():
             if any(leased(piece) for piece in port.pieces):
-                port.given_up = True
+                port.given_up = len(port.pieces)
 
     def _fail_stranded(self, fx: Effects, now: float) -> None:
         """Requests that need a stage that is down end at once."""
@@ -575,9 +575,8 @@ class Core:
         for flow in self.flows.values():
             for run in flow.runs.values():
                 for port in run.inputs.values():
-                    for piece in port.pieces:
-                        ref = leased(piece)
-                        if ref is None or port.given_up or key_of(ref)[0] not in arenas:
+                    for ref in port.kept():
+                        if key_of(ref)[0] not in arenas:
                             continue
                         if run.state is not RunState.WAITING:
                             return

@@ -37,7 +37,14 @@ class InPort:
     absent: bool = False  # the edge's condition did not hold
     sent: int = 0  # pieces forwarded to the present attempt
     told_end: bool = False  # the present attempt knows that it has ended
-    given_up: bool = False  # some piece is no longer kept: a redo must start at the producer
+    given_up: int = 0  # pieces no longer kept: with any, a redo must start at the producer
+
+
+    def kept(self) -> Iterator[Leased]:
+        """The leased refs that the request still keeps for a redo."""
+        for piece in self.pieces[self.given_up :]:
+            if ref := leased(piece):
+                yield ref
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +79,7 @@ class Run:
     def kept(self) -> Iterator[Leased]:
         """The leased refs among its inputs that the request still keeps."""
         for port in self.inputs.values():
-            if not port.given_up:
-                for piece in port.pieces:
-                    if ref := leased(piece):
-                        yield ref
+            yield from port.kept()
 
 
 class Flow:
@@ -218,8 +222,7 @@ class Flow:
         for run in self.runs.values():
             for port in run.inputs.values():
                 if port.edge.source in again:
-                    if not port.given_up:
-                        dropped += [ref for piece in port.pieces if (ref := leased(piece))]
+                    dropped += port.kept()
                     run.inputs[port.edge.target_port] = InPort(port.edge)
                     if run.active or run.stage in again:
                         run.state = RunState.WAITING

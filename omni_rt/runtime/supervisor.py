@@ -150,7 +150,7 @@ class Supervisor:
             elif worker.killed:
                 continue
             elif worker.state is WorkerState.LOADING:
-                if now - worker.last_heard >= self._load_stall_s:
+                if now >= worker.last_heard + self._load_stall_s:
                     self._kill(worker, f"no sign of life for {self._load_stall_s:g} s", due)
             elif worker.state is WorkerState.READY:
                 self._check_ready(worker, now, due)
@@ -181,9 +181,9 @@ class Supervisor:
 
     def _check_ready(self, worker: Worker, now: float, due: Due) -> None:
         if _unanswered(worker):
-            if now - worker.pinged_at >= self._stall_s:
+            if now >= worker.pinged_at + self._stall_s:
                 self._kill(worker, f"did not answer for {self._stall_s:g} s", due)
-        elif now - worker.pinged_at >= self._heartbeat_s:
+        elif now >= worker.pinged_at + self._heartbeat_s:
             worker.pinged_at = now
             due.ping.append(worker)
 

@@ -68,7 +68,11 @@ class Inputs(Protocol):
         ...
 
     def release(self, port: str, count: int) -> None:
-        """Give the first `count` chunks of `port` back before the task ends."""
+        """Give the first `count` chunks of `port` back before the task ends.
+
+        An engine must do so with the streamed chunks it has consumed: its producer is held when
+        too many of them are out. Released chunks are not in `tensors` and `views` any more.
+        """
         ...
 
 

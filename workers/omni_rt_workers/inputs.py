@@ -38,6 +38,7 @@ class TaskInputs:
         self._refs: dict[str, list[Payload | TextPiece | None]] = {
             port: list(refs) for port, refs in whole.items()
         }
+        self._arrived = {port: len(refs) for port, refs in whole.items()}
         self._open = set(streams)
         self._expected = dict.fromkeys(streams, 0)
         for port in streams:
@@ -51,6 +52,7 @@ class TaskInputs:
         self._expected[port] += 1
         if data is not None:
             self._refs[port].append(data)
+            self._arrived[port] = self._arrived.get(port, 0) + 1
         if last:
             self._open.discard(port)
 
@@ -59,7 +61,7 @@ class TaskInputs:
 
     def count(self, port: str) -> int:
         """Chunks that have arrived so far, released ones included."""
-        return len(self._refs.get(port, ()))
+        return self._arrived.get(port, 0)
 
     def ended(self, port: str) -> bool:
         return port not in self._open
@@ -68,17 +70,7 @@ class TaskInputs:
         return [ref.text for ref in self._refs.get(port, ()) if isinstance(ref, TextPiece)]
 
     def views(self, port: str) -> list[memoryview]:
-        return [
-            self._memory.view(ref)
-            for ref in self._refs.get(port, ())
-            if isinstance(ref, Inline | Block)
-        ]
-
-    def view(self, port: str, index: int) -> memoryview:
-        ref = self._refs[port][index]
-        if not isinstance(ref, Inline | Block):
-            raise ProtocolError(f"chunk {index} of input '{port}' holds no bytes")
-        return self._memory.view(ref)
+        return [self._view(ref) for ref in self._refs.get(port, ()) if ref is not None]
 
     def tensors(self, port: str) -> list[torch.Tensor]:
         reshape = self._via.get(port)
@@ -93,6 +85,15 @@ class TaskInputs:
     def release_all(self) -> None:
         for port in self._refs:
             self.release(port, len(self._refs[port]))
+
+    def _view(self, ref: Payload | TextPiece) -> memoryview:
+        if isinstance(ref, Inline | Block):
+            return self._memory.view(ref)
+        if isinstance(ref, TextPiece):
+            return memoryview(ref.text.encode())
+        if isinstance(ref, Local) and isinstance(kept := self._memory.kept(ref), memoryview):
+            return kept
+        raise ProtocolError(f"a {type(ref).__name__} cannot be read as bytes here")
 
     def _tensor(self, ref: Payload | TextPiece) -> torch.Tensor:
         from omni_rt_workers.tensors import as_tensor

@@ -47,6 +47,8 @@ class _Work:
     steps: int  # to do in all; -1: as many as chunks arrive on `stream`
     stream: str | None
     done: int = 0
+    chunk: bytes = b""  # digest of the streamed chunk that this step takes
+    all_chunks: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     sent: dict[str, int] = field(default_factory=dict)
 
 
@@ -103,6 +105,7 @@ class SimulatedEngine:
 
     def _advance(self, task: Task, work: _Work) -> None:
         if not self._ended(task, work):
+            self._take_chunk(task, work)
             work.done += 1
             self._give(task, work, at_end=False)
         if self._ended(task, work):
@@ -117,8 +120,7 @@ class SimulatedEngine:
             if due and port in task.emit:
                 number = work.sent.get(port, 0)
                 work.sent[port] = number + 1
-                chunk = number if work.stream and not at_end else None
-                seen = self._seen(task, work, chunk)
+                seen = self._seen(task, work, at_end=at_end)
                 mark = digest(self._spec.name, port, number, prompt_of(task), seen)
                 if port == "text":
                     self._out.text(task, mark.hex(), (number,))
@@ -126,18 +128,24 @@ class SimulatedEngine:
                     data = mark * -(-options.bytes // len(mark))
                     self._out.put_bytes(task, port, data[: options.bytes])
 
-    def _seen(self, task: Task, work: _Work, number: int | None) -> list[bytes]:
-        """Digests of the inputs: of all of them, or of chunk `number` if they stream."""
+    def _take_chunk(self, task: Task, work: _Work) -> None:
+        """Consume the next streamed chunk: note it and give its lease back, as a vocoder would."""
+        if work.stream:
+            view = task.inputs.views(work.stream)[0]
+            work.chunk = _hash([view])
+            work.all_chunks.update(view)
+            task.inputs.release(work.stream, work.done + 1)
+
+    def _seen(self, task: Task, work: _Work, *, at_end: bool) -> list[bytes]:
+        """Digests of the inputs: whole ones whole, of a streamed one this step's chunk or all."""
         inputs = task.inputs
-        if work.stream and number is not None:
-            views = inputs.views(work.stream)
-            return [_hash([views[number]])] if number < len(views) else []
+        if work.stream:
+            return [work.all_chunks.digest() if at_end else work.chunk]
         return [_hash(inputs.views(port)) for port in sorted(inputs.ports())]
 
     def _ended(self, task: Task, work: _Work) -> bool:
         if work.stream:
-            ended = task.inputs.ended(work.stream)
-            return ended and work.done >= len(task.inputs.views(work.stream))
+            return task.inputs.ended(work.stream) and work.done >= self._arrived(task, work.stream)
         return work.done >= work.steps
 
     def _movable(self, task: Task, work: _Work) -> bool:
@@ -145,7 +153,10 @@ class SimulatedEngine:
             return False
         if not work.stream:
             return True
-        return work.done < len(task.inputs.views(work.stream)) or self._ended(task, work)
+        return work.done < self._arrived(task, work.stream) or self._ended(task, work)
+
+    def _arrived(self, task: Task, port: str) -> int:
+        return task.inputs.count(port)
 
     @property
     def idle(self) -> bool:

@@ -33,6 +33,8 @@ def check_options(spec: StageSpec) -> Hidden:
     _refuse_unknown(spec.name, "engine vllm has no option", spec.options, _OPTIONS)
     if spec.model is None:
         raise ConfigError(f"stage '{spec.name}' has no model", stage=spec.name)
+    if spec.model.startswith("/") and not Path(spec.model).is_dir():
+        raise ConfigError(f"stage '{spec.name}': there is no folder {spec.model}", stage=spec.name)
     given = spec.options.get("hidden") or {}
     _refuse_unknown(spec.name, "hidden has no option", given, ("layer", "rows"))
     hidden = Hidden(**given)
@@ -122,6 +124,13 @@ def set_scheduler(config: Any) -> None:
     if scheduling.scheduler_cls is None:
         name = "OmniARAsyncScheduler" if scheduling.async_scheduling else "OmniARScheduler"
         scheduling.scheduler_cls = f"{_HERE}.scheduler.{name}"
+
+
+def said(error: Exception) -> str:
+    """vLLM's complaint in one line; its settings are checked by pydantic, which is wordy."""
+    if not callable(errors := getattr(error, "errors", None)):
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in errors())
 
 
 def _refuse_unknown(stage: str, what: str, given: dict[str, Any], valid: Any) -> None:

@@ -50,6 +50,7 @@ class AREngine:
         import vllm  # noqa: F401
 
         guard.check_seams(self._spec.name)
+        guard.check_alone(self._spec.name)
         from omni_rt_workers.engines.vllm_ar import sampling
 
         self._check_sampling()
@@ -89,7 +90,7 @@ class AREngine:
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"stage '{self._spec.name}': vLLM cannot serve "
-                f"{arguments.source(self._spec)}: {error}",
+                f"{arguments.source(self._spec)}: {arguments.said(error)}",
                 stage=self._spec.name,
             ) from error
         model = config.model_config

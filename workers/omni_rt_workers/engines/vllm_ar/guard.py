@@ -39,6 +39,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": (),
     "vllm.v1.engine.llm_engine:LLMEngine.get_tokenizer": (),
     "vllm.v1.engine.core_client:InprocClient.shutdown": (),
+    "vllm.distributed.parallel_state:model_parallel_is_initialized": (),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids",),
     "vllm.v1.worker.worker_base:WorkerBase.execute_model": ("scheduler_output",),
     "vllm.v1.worker.gpu_worker:Worker.load_model": (),
@@ -125,6 +126,19 @@ def check_seams(stage: str) -> None:
             f"stage '{stage}': this vLLM is not as the engine needs it: {'; '.join(missing)}",
             stage=stage,
             hint=MEND,
+        )
+
+
+def check_alone(stage: str) -> None:
+    """Raises `ConfigError` if this process has a vLLM engine already: the end of one would take
+    the process groups of both with it."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if model_parallel_is_initialized():
+        raise ConfigError(
+            f"stage '{stage}': its worker has a vLLM engine already, and a process can hold one",
+            stage=stage,
+            hint=f"give the stage a worker of its own (stages.{stage}.worker)",
         )
 
 

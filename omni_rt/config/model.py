@@ -1,0 +1,105 @@
+"""The values of a pipeline file. Every key, its default and its meaning: docs/config.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from omni_rt.errors import ConfigError
+
+ENGINES = ("echo", "simulated", "vllm", "diffusers")
+AR_ENGINES = ("vllm",)
+
+Name = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*$")]
+Port = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*\\.[a-z][a-z0-9_]*$")]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Size = Annotated[str, msgspec.Meta(pattern="^[0-9]+(\\.[0-9]+)? ?[KMGT]iB$")]
+Memory = Annotated[str, msgspec.Meta(pattern="^([0-9]+(\\.[0-9]+)? ?[KMGT]iB|[0-9]{1,2}%)$")]
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the file: unknown keys are errors."""
+
+
+class RestartConfig(_Value):
+    """When a stage's process dies."""
+
+    max_deaths: Count = 5  # in a row, without a finished request: then the stage is down
+    backoff_s: Seconds = 0.5  # before the first restart; doubles with every death in a row
+    backoff_max_s: Seconds = 30.0
+
+
+class HiddenConfig(_Value):
+    """What the port `hidden` of an AR stage gives."""
+
+    layer: int = -1  # index into transformers' `output_hidden_states`
+    rows: Literal["reply", "prompt", "all"] = "reply"
+
+
+class StreamConfig(_Value):
+    """An edge whose chunks are handed on as they come."""
+
+    first: Count = 1  # chunks to collect before the consumer starts
+
+
+class StageConfig(_Value, kw_only=True):
+    """One stage: an engine on a device."""
+
+    engine: Literal["echo", "simulated", "vllm", "diffusers"]
+    model: str | None = None  # folder or hub id; default: the pipeline's
+    part: str | None = None  # a folder inside the model
+    device: Annotated[str, msgspec.Meta(pattern="^(auto|cpu|cuda:[0-9]+)$")] = "auto"
+    replicas: Count = 1
+    worker: Name | None = None  # stages with the same name share one process
+    memory: Memory | None = None  # for weights and KV cache: "4GiB" or "40%" of the device
+    max_batch: Count = 8
+    queue: Annotated[int, msgspec.Meta(ge=0)] = 64  # requests that may wait before `Overloaded`
+    arena: Size = "256MiB"  # shared memory the stage's process writes its outputs to
+    sampling: dict[str, Any] = {}  # default request parameters
+    steps: Count | None = None  # diffusers: short for sampling.num_inference_steps
+    hidden: HiddenConfig | None = None  # AR engines
+    facts: dict[Name, str] = {}  # AR engines: fact -> special token that reports it
+    restart: RestartConfig = RestartConfig()
+    echo: dict[str, Any] = {}
+    simulated: dict[str, Any] = {}
+    vllm: dict[str, Any] = {}
+    diffusers: dict[str, Any] = {}
+
+
+class EdgeConfig(_Value, rename={"source": "from", "target": "to"}):
+    """What flows from one stage's output port to another's input port."""
+
+    source: Port
+    target: Port
+    when: Annotated[str, msgspec.Meta(pattern="^(not )?[a-z][a-z0-9_]*$")] | None = None
+    stream: StreamConfig | None = None
+    via: Annotated[str, msgspec.Meta(pattern="^[\\w.]+:\\w+$")] | None = None  # module:function
+
+
+class PipelineConfig(_Value, kw_only=True):
+    """A whole pipeline."""
+
+    name: str = ""  # served model name; default: the file's name
+    preset: str | None = None  # a shipped file that this one overrides
+    model: str | None = None  # folder (relative to the file) or hub id
+    stages: dict[Name, StageConfig]
+    edges: tuple[EdgeConfig, ...] = ()
+    outputs: dict[Name, Port]
+    deadline_s: Seconds | None = None  # of a request that names none
+    shutdown_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # for an orderly end
+    heartbeat_s: Seconds = 10.0
+    stall_s: Seconds = 120.0  # a worker that answers for so long not at all is replaced
+    load_stall_s: Seconds = 300.0  # the same while it loads
+
+
+def parse_bytes(size: str) -> int:
+    """Bytes of "256MiB", "1.5 GiB", ..."""
+    found = re.fullmatch(r"([0-9.]+) ?([KMGT]iB)", size)
+    if found is None:
+        raise ConfigError(f"'{size}' is not a size", hint="write it as 256MiB or 4GiB")
+    return int(float(found[1]) * _UNITS[found[2]])

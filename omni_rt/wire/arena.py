@@ -1,0 +1,224 @@
+"""Shared memory without a name: one sealed memfd per worker, one writer, any number of readers.
+
+Main makes an arena before it spawns the worker and hands the descriptor over, so that no death of a
+worker loses bytes that another still reads, and nothing is left in any folder, whoever dies. The
+size is sealed: a peer that truncates would turn the next read into SIGBUS.
+
+A block is a 64-byte header and the payload, both on 64-byte boundaries. The header holds the
+block's generation, which is never used twice: a reader that comes too late gets `StaleRef`, never
+another block's bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+from omni_rt.errors import OmniError, ProtocolError, StaleRef
+
+HEADER_BYTES = 64
+_ALIGN_BYTES = 64
+_MAGIC = 0x6F6D6E69  # "omni"
+_HEADER = struct.Struct("<IIQQ")  # magic, unused, generation, payload bytes
+_COUNTER_BITS = 40
+_POISON = 0xA5
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+_SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
+
+
+class Arena:
+    """One mapping of an arena in this process. Owns its descriptor."""
+
+    def __init__(self, arena_id: int, fd: int, size_bytes: int, *, writable: bool) -> None:
+        self.id = arena_id
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self.writable = writable
+        self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        # While a view is held, mmap.close() raises instead of pulling the memory away under it.
+        self._view = memoryview(self._map)
+        self._closed = False
+
+    @classmethod
+    def create(cls, arena_id: int, size_bytes: int) -> Arena:
+        """A new, sealed arena of this process; every byte of it is reserved.
+
+        Raises `OmniError` if there is not that much memory.
+        """
+        size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create(f"omni-rt-{arena_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            return cls(arena_id, fd, size, writable=True)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise OmniError(
+                    f"there is no room for an arena of {size} bytes of shared memory",
+                    hint="lower the stage's `arena`, or free memory",
+                ) from error
+            raise
+
+    @classmethod
+    def attach(cls, arena_id: int, fd: int, size_bytes: int, *, writable: bool) -> Arena:
+        """Map an arena whose descriptor came from main. Takes the descriptor over."""
+        os.set_inheritable(fd, False)
+        actual = os.fstat(fd).st_size
+        if actual < size_bytes or fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+            os.close(fd)
+            raise ProtocolError(f"arena {arena_id} is not a sealed one of {size_bytes} bytes")
+        return cls(arena_id, fd, actual, writable=writable)
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.id} {self.size_bytes} bytes{' closed' if self._closed else ''}>"
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        # A slice past the end would be shorter without a word.
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
+            raise ProtocolError(
+                f"[{offset}, {offset + nbytes}) is outside arena {self.id} of {self.size_bytes}"
+            )
+        return self._view[offset : offset + nbytes]
+
+    def populate(self, *, write: bool) -> None:
+        """Touch every page once, so that no request pays for the first touch (4 times a copy)."""
+        with contextlib.suppress(OSError):
+            self._map.madvise(_MADV_HUGEPAGE)
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
+        except OSError:  # before Linux 5.14
+            for offset in range(0, self.size_bytes, mmap.PAGESIZE):
+                self._view[offset]
+
+    def close(self) -> None:
+        """Unmap, unless views of it are still in use: then it goes with the last of them."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A block that was reserved and not freed yet."""
+
+    offset: int  # of the payload
+    nbytes: int
+    generation: int
+    view: memoryview  # the payload, writable
+
+
+class BlockWriter:
+    """The allocator of an arena, in its one writing process. Best fit, neighbours coalesce."""
+
+    def __init__(self, arena: Arena, epoch: int, *, poison: bool = False) -> None:
+        self._arena = arena
+        self._generation = epoch << _COUNTER_BITS
+        self._poison = poison
+        self._blocks: dict[int, tuple[int, int, int]] = {}  # payload offset -> generation, n, span
+        self._by_size: list[tuple[int, int]] = [(arena.size_bytes, 0)]  # free: (span, start)
+        self._span_at: dict[int, int] = {0: arena.size_bytes}  # free: start -> span
+        self._start_of: dict[int, int] = {arena.size_bytes: 0}  # free: end -> start
+        self.capacity_bytes = arena.size_bytes
+        self.in_use_bytes = 0  # headers and padding included
+
+    def __repr__(self) -> str:
+        return f"<BlockWriter {self.in_use_bytes} of {self.capacity_bytes} bytes in use>"
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a payload of that size fits the empty arena."""
+        return _span(nbytes) <= self.capacity_bytes
+
+    def reserve(self, nbytes: int) -> Reservation | None:
+        """A block to write into, or None if there is no room for it now."""
+        span = _span(nbytes)
+        at = bisect.bisect_left(self._by_size, (span, 0))
+        if at == len(self._by_size):
+            return None
+        free, start = self._by_size[at]
+        self._take(free, start)
+        if free > span:
+            self._give(free - span, start + span)
+        self._generation += 1
+        self.in_use_bytes += span
+        offset = start + HEADER_BYTES
+        _HEADER.pack_into(
+            self._arena.view(start, HEADER_BYTES), 0, _MAGIC, 0, self._generation, nbytes
+        )
+        self._blocks[offset] = (self._generation, nbytes, span)
+        return Reservation(offset, nbytes, self._generation, self._arena.view(offset, nbytes))
+
+    def free(self, offset: int, generation: int) -> None:
+        """Give a block back. Raises `StaleRef` if it is not that block any more."""
+        found = self._blocks.get(offset)
+        if found is None or found[0] != generation:
+            was = found[0] if found else "nothing"
+            raise StaleRef(f"block {generation} at {offset} is not there to free: it holds {was}")
+        _, nbytes, span = self._blocks.pop(offset)
+        start = offset - HEADER_BYTES
+        _HEADER.pack_into(self._arena.view(start, HEADER_BYTES), 0, _MAGIC, 0, 0, 0)
+        if self._poison:
+            self._arena.view(offset, nbytes)[:] = bytes([_POISON]) * nbytes
+        self.in_use_bytes -= span
+        before = self._start_of.get(start)
+        if before is not None:
+            length = self._span_at[before]
+            self._take(length, before)
+            start, span = before, span + length
+        after = self._span_at.get(start + span)
+        if after is not None:
+            self._take(after, start + span)
+            span += after
+        self._give(span, start)
+
+    def _take(self, span: int, start: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (span, start))]
+        del self._span_at[start]
+        del self._start_of[start + span]
+
+    def _give(self, span: int, start: int) -> None:
+        bisect.insort(self._by_size, (span, start))
+        self._span_at[start] = span
+        self._start_of[start + span] = start
+
+
+class BlockReader:
+    """Opens blocks of an arena, in any process that has mapped it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def open(self, offset: int, generation: int, nbytes: int) -> memoryview:
+        """The payload, read-only. Raises `StaleRef` if the block was freed or reused."""
+        self.check(offset, generation)
+        return self._arena.view(offset, nbytes).toreadonly()
+
+    def check(self, offset: int, generation: int) -> None:
+        header = self._arena.view(offset - HEADER_BYTES, HEADER_BYTES)
+        magic, _, found, _ = _HEADER.unpack_from(header)
+        if magic != _MAGIC or found != generation:
+            raise StaleRef(
+                f"block at {offset} of arena {self._arena.id} holds generation {found}, "
+                f"not {generation}: it was freed while somebody still had a ref"
+            )
+
+
+def _span(nbytes: int) -> int:
+    return HEADER_BYTES + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
