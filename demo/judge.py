@@ -26,7 +26,7 @@ HUES = (
 MIN_CHROMA = 60  # of 255; anything less colourful counts as background
 MIN_THING = 0.02  # of the picture's area: a thing
 MAX_STRAY = 0.004  # of the picture's area: a patch that is neither a thing nor a speck
-MIN_OVERLAP = 0.85  # intersection over union with the ideal outline
+MIN_OVERLAP = 0.8  # intersection over union with the ideal outline
 MIN_CLEAN_GROUND = 0.93  # of the background's area in the background's tone
 MIN_APART, MAX_ASKEW = 0.15, 0.15  # of the picture's side, between the centres
 
@@ -71,7 +71,8 @@ def look(picture: Image.Image) -> View | str:
                 continue
             if share < MIN_THING:
                 return f"a stray {color} patch"
-            shape = _shape(patch)
+            firm = patch & (chroma >= np.median(chroma[patch]) / 2)  # without the edge's blur
+            shape = _shape(firm)
             if shape is None:
                 return f"a {color} thing of no known shape"
             rows, columns = np.nonzero(patch)

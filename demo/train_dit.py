@@ -41,7 +41,7 @@ class PainterSettings:
     width: int = 96
     heads: int = 3
     rope_dims: tuple[int, int, int] = (8, 12, 12)  # of each head: caption position, row, column
-    layers: int = 5
+    layers: int = 4
     refiners: int = 1
     batch: int = 32
     caption_noise: float = 0.02  # of the hidden states' deviation: other engines round otherwise
@@ -275,7 +275,7 @@ def make_bank(
         train_vae.encode(vae, train_vae.draw_batch(drawn[i : i + 50], rng))
         for i in tqdm(range(0, len(drawn), 50), desc="drawings", mininterval=10)
     ]
-    return Bank(captions, lengths, torch.cat(latents), asked_of, drawn_of)
+    return Bank(captions, lengths, torch.cat(latents).contiguous(), asked_of, drawn_of)
 
 
 def _repeated(

@@ -27,11 +27,16 @@ class AutoencoderSettings:
     first_log_variance: float = -3.0  # of the latents; at 0 noise hides the colours for long
     checks: int = 300  # pictures painted back at the end
     schedule: Schedule = Schedule(steps=3000, peak_rate=2.5e-3, average_decay=0.99)
+    polish: Schedule = Schedule(steps=3000, peak_rate=2e-3, average_decay=0.99)  # a second round
 
 
 FULL = AutoencoderSettings()
 QUICK = AutoencoderSettings(
-    checks=4, batch=4, small_steps=15, schedule=Schedule(steps=20, peak_rate=2.5e-3, warmup=10)
+    checks=4,
+    batch=4,
+    small_steps=15,
+    schedule=Schedule(steps=20, peak_rate=2.5e-3, warmup=10),
+    polish=Schedule(steps=5, peak_rate=2e-3, warmup=5),
 )
 
 
@@ -47,7 +52,9 @@ def train_autoencoder(out: Path, work: Path, settings: AutoencoderSettings, seed
         noise = torch.Generator().manual_seed(seed + step)
         return _loss(model, draw_batch(scenes, rng, size), settings, noise)
 
+    first_round = settings.schedule.steps
     fit(model, loss_at, settings.schedule, work / "autoencoder.pt")
+    fit(model, lambda step: loss_at(first_round + step), settings.polish, work / "polish.pt")
     standardise_latents(model, random.Random(f"statistics {seed}"))
     model.save_pretrained(out)
     print(f"autoencoder: {check(model, settings.checks)}", flush=True)
