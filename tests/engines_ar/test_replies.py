@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from omni_rt.errors import BadRequest
+from omni_rt.errors import BadRequest, ConfigError
+from omni_rt_workers.engines import vllm_ar
 
 from . import tiny
-from .fakes import Loaded, loaded, prompts, task
+from .fakes import Loaded, load, loaded, prompts, stage, task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,13 @@ def test_says_what_it_does_while_it_loads(one: Loaded) -> None:
     ]
     assert one.ports.inputs == ()
     assert one.ports.slots == 16
+
+
+def test_a_second_engine_in_the_process_is_refused(one: Loaded, folder: Path) -> None:
+    second = vllm_ar.make(stage(folder), one.out)
+    with pytest.raises(ConfigError, match="a vLLM engine already.*stages.writer.worker"):
+        load(second, [])
+    second.close()
 
 
 def test_memory_is_that_of_the_weights_and_of_the_cache(one: Loaded, reference: Any) -> None:

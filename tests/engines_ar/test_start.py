@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from omni_rt_workers.engines.vllm_ar import guard
 
 from . import tiny
 from .fakes import RecordingOutbox, load, stage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def refusal(model: Path | None, **spec: Any) -> str:
@@ -41,6 +39,7 @@ def test_an_unknown_option_is_named_with_the_nearest(folder: Path) -> None:
     assert "did you mean 'layer'?" in refusal(folder, hidden={"layers": 1})
     assert "rows one of: reply, prompt, all" in refusal(folder, hidden={"rows": "some"})
     assert "has no model" in refusal(None)
+    assert "there is no folder /nowhere" in refusal(Path("/nowhere"))
 
 
 def test_an_untested_version_is_refused_with_the_command_that_mends_it(
@@ -78,7 +77,8 @@ def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spec", "says"),
     [
         ({"vllm": {"max_model_length": 8}}, "did you mean 'max_model_len'?"),
-        ({"vllm": {"max_num_batched_tokens": 0}}, "vLLM cannot serve"),
+        ({"vllm": {"max_num_batched_tokens": 0}}, "max_num_batched_tokens Input should be great"),
+        ({"memory_bytes": 1 << 14}, "not enough GPU memory available"),
         ({"sampling": {"temprature": 0}}, "did you mean 'temperature'?"),
         ({"hidden": {"layer": 9}}, "hidden.layer is 9, and the model has 3 layers"),
         ({"facts": {"image": "<|picture|>"}}, "no token '<|picture|>'"),

@@ -36,8 +36,9 @@ class AREngine:
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
         self._all_blocks = 0
         self._broken: Exception | None = None
-        self._llm: Any
-        self._tokenizer: Any
+        self._started = False  # vLLM has, or may have, process groups
+        self._llm: Any = None
+        self._tokenizer: Any = None
 
     # ---- start and end
 
@@ -86,6 +87,7 @@ class AREngine:
         try:
             config = arguments.engine_args(self._spec, self._hidden).create_engine_config()
             arguments.set_scheduler(config)
+            self._started = True
             self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except (ValueError, OSError) as error:
             raise ConfigError(
@@ -140,10 +142,15 @@ class AREngine:
     def close(self) -> None:
         self._replies.clear()
         self._ids.clear()
-        if hasattr(self, "_llm"):
+        if self._llm is not None:
             self._llm.engine_core.shutdown()
-            del self._llm, self._tokenizer
-            gc.collect()  # vLLM's objects hold each other; a later engine must not find them
+        elif self._started:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+        self._llm = self._tokenizer = None
+        self._started = False
+        gc.collect()  # vLLM's objects hold each other; a later engine must not find them
 
     # ---- requests
 

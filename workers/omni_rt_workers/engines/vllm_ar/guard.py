@@ -39,6 +39,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": (),
     "vllm.v1.engine.llm_engine:LLMEngine.get_tokenizer": (),
     "vllm.v1.engine.core_client:InprocClient.shutdown": (),
+    "vllm.distributed:cleanup_dist_env_and_memory": (),
     "vllm.distributed.parallel_state:model_parallel_is_initialized": (),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids",),
     "vllm.v1.worker.worker_base:WorkerBase.execute_model": ("scheduler_output",),
