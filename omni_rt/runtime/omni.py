@@ -20,7 +20,7 @@ from omni_rt.request import Output, Request
 from omni_rt.runtime.core import Core
 from omni_rt.runtime.effects import Effects
 from omni_rt.runtime.process import Handle, Launcher, ProcessLauncher
-from omni_rt.runtime.spec import arena_size, worker_spec
+from omni_rt.runtime.spec import arena_size, gpu_count, worker_spec
 from omni_rt.runtime.status import StageStatus, Status, status_of
 from omni_rt.runtime.stream import Mailbox, Stream
 from omni_rt.runtime.supervisor import Worker, WorkerState
@@ -55,6 +55,7 @@ class AsyncOmni:
     ) -> None:
         self.config = config if isinstance(config, PipelineConfig) else load_pipeline(config)
         self._graph = Graph.from_config(self.config)
+        gpu_count()  # looks at files: here, and not on the loop
         self._core = Core(self.config, self._graph)
         self._channel = channel
         self._launcher = launcher or ProcessLauncher()

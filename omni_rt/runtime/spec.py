@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 from typing import Any
 
@@ -48,9 +49,15 @@ def device_of(config: PipelineConfig, stage: str, replica: int) -> str:
     device = config.stages[stage].device
     if device != "auto":
         return device
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = gpu_count()
     place = list(config.stages).index(stage) + replica
     return f"cuda:{place % gpus}" if gpus else "cpu"
+
+
+@functools.cache
+def gpu_count() -> int:
+    """GPUs of this machine, by their device files: main has no library to ask."""
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _stage_spec(
