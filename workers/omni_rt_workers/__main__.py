@@ -20,8 +20,9 @@ from omni_rt_workers.memory import Memory
 
 
 def main() -> int:
-    # Ctrl-C reaches the whole foreground group; ending is main's to decide.
+    # Ctrl-C and a service manager's SIGTERM reach every process; ending is main's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     lifeline = Lifeline(int(sys.argv[1]))
     spec, arena = lifeline.receive_spec()

@@ -1,0 +1,100 @@
+"""`omni-rt run`: one request, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+from omni_rt.cli.display import LoadingDisplay
+from omni_rt.config import PipelineConfig, bundled, load_pipeline
+from omni_rt.errors import BadRequest
+from omni_rt.request import Data, Done, Image, Progress, Request, Text
+from omni_rt.runtime.omni import AsyncOmni
+
+
+def run_command(
+    prompt: str, config: Path | None, output: Path | None, seed: int | None, params: list[str]
+) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    pipeline = load_pipeline(config or bundled())
+    request = Request(prompt=prompt, seed=seed, params=dict(map(_param, params)))
+    try:
+        uvloop.run(_run(pipeline, request, output))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _param(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON if it is some, else as a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise BadRequest(f"--param wants NAME=VALUE, got '{text}'", param="param")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+async def _run(pipeline: PipelineConfig, request: Request, output: Path | None) -> None:
+    omni = AsyncOmni(pipeline)
+    loading = LoadingDisplay()
+    loading.watch(omni)
+    async with omni:
+        loading.close()
+        async with omni.submit(request) as stream:
+            with _StepBars() as bars:
+                async for item in stream:
+                    if isinstance(item, Progress):
+                        bars.show(item)
+                    else:
+                        await asyncio.to_thread(_show, item, output)
+
+
+def _show(item: Text | Image | Data | Done, output: Path | None) -> None:
+    if isinstance(item, Text):
+        print(item.text, end="", flush=True)
+    elif isinstance(item, Image):
+        path = output or Path(f"{item.output}.png")
+        path.write_bytes(item.data)
+        print(f"\n{path}: {item.width}x{item.height}, seed {item.seed}")
+    elif isinstance(item, Data):
+        print(f"\n{item.output}: {item.dtype} {item.shape}, {len(item.data)} bytes")
+    else:
+        print(file=sys.stdout)
+
+
+class _StepBars:
+    """A bar per stage that reports steps, on a terminal."""
+
+    def __init__(self) -> None:
+        self._bars = Bars(
+            TextColumn("{task.fields[stage]:>12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _StepBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def show(self, item: Progress) -> None:
+        if item.stage not in self._tasks:
+            self._tasks[item.stage] = self._bars.add_task("", total=item.total, stage=item.stage)
+        self._bars.update(self._tasks[item.stage], completed=item.step)

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI API over `AsyncOmni`. One file per resource."""

@@ -1,0 +1,60 @@
+"""The web application over one running pipeline."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from litestar import Litestar, Response
+from litestar import Request as HttpRequest
+from litestar.di import Provide
+from litestar.exceptions import HTTPException, ValidationException
+from litestar.openapi import OpenAPIConfig
+
+from omni_rt.errors import OmniError
+from omni_rt.runtime.omni import AsyncOmni
+from omni_rt.server import errors
+from omni_rt.server.chat import chat
+from omni_rt.server.health import health, live, ready
+from omni_rt.server.images import generate_images
+from omni_rt.server.models import get_model, list_models
+from omni_rt.server.requests import cancel_request
+from omni_rt.server.state import Served
+
+MAX_BODY_BYTES = 32 << 20
+
+
+def create_app(omni: AsyncOmni) -> Litestar:
+    """The routes over `omni`, whose life is the caller's."""
+    served = Served(omni)
+    return Litestar(
+        [live, ready, health, list_models, get_model, chat, generate_images, cancel_request],
+        dependencies={"served": Provide(lambda: served, sync_to_thread=False)},
+        exception_handlers={
+            OmniError: errors.on_omni_error,
+            ExceptionGroup: _on_group,
+            ValidationException: errors.on_validation_error,
+            HTTPException: errors.on_http_error,
+            Exception: errors.on_bug,
+        },
+        after_request=_add_request_id,
+        request_max_body_size=MAX_BODY_BYTES,
+        openapi_config=OpenAPIConfig(title="omni-rt", version="1"),
+        logging_config=None,
+        signature_namespace={"Served": Served},
+    )
+
+
+def _on_group(
+    request: HttpRequest[Any, Any, Any], group: ExceptionGroup[Exception]
+) -> Response[errors.ErrorReply]:
+    """Several requests of one call ran side by side: the first error speaks for them."""
+    error = group.exceptions[0]
+    if isinstance(error, OmniError):
+        return errors.on_omni_error(request, error)
+    return errors.on_bug(request, error)
+
+
+async def _add_request_id(response: Response[Any]) -> Response[Any]:
+    response.headers.setdefault("X-Request-Id", secrets.token_hex(8))
+    return response

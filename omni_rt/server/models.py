@@ -1,0 +1,44 @@
+"""/v1/models."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import get
+
+from omni_rt.server.state import Served
+
+
+class Capabilities(msgspec.Struct):
+    input: list[str]
+    output: list[str]
+
+
+class Model(msgspec.Struct):
+    id: str
+    created: int
+    capabilities: Capabilities
+    state: str
+    object: str = "model"
+    owned_by: str = "omni-rt"
+
+
+class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+@get("/v1/models", sync_to_thread=False)
+def list_models(served: Served) -> ModelList:
+    return ModelList([_model(served)])
+
+
+@get("/v1/models/{model:str}", sync_to_thread=False)
+def get_model(served: Served, model: str) -> Model:
+    served.check_model(model)
+    return _model(served)
+
+
+def _model(served: Served) -> Model:
+    kinds = sorted(set(served.omni.kinds().values()))
+    state = served.omni.status().state
+    return Model(served.name, served.created, Capabilities(["text"], kinds), state)
