@@ -206,9 +206,12 @@ class BlockReader:
         self._arena = arena
 
     def open(self, offset: int, generation: int, nbytes: int) -> memoryview:
-        """The payload, read-only. Raises `StaleRef` if the block was freed or reused."""
+        """The payload, to be read only. Raises `StaleRef` if the block was freed or reused.
+
+        The view itself is writable, since torch has no read-only tensors and warns of them.
+        """
         self.check(offset, generation)
-        return self._arena.view(offset, nbytes).toreadonly()
+        return self._arena.view(offset, nbytes)
 
     def check(self, offset: int, generation: int) -> None:
         header = self._arena.view(offset - HEADER_BYTES, HEADER_BYTES)
