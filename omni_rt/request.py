@@ -1,4 +1,4 @@
-"""What is asked and what is answered: plain values, the same for HTTP, CLI and embedding programs."""
+"""What is asked and what is answered: plain values, the same for HTTP, CLI and embedders."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from omni_rt.runtime.status import StageStatus, Status
 
 
 class LoadingDisplay:
-    """Follows a runtime's status until every stage is ready, and speaks up again when one is not."""
+    """Follows a runtime's status until every stage is ready, and speaks up when one is not."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)

@@ -25,7 +25,13 @@ def serve_command(config: Path | None, host: str, port: int) -> int:
 
     def watch(omni: AsyncOmni) -> None:
         display.watch(omni)
-        unwatch = omni.watch(lambda status: _greet(status, url, pipeline.name) and unwatch())
+
+        def greet(status: Status) -> None:
+            if status.state == "ready":
+                _greet(url, pipeline.name)
+                unwatch()
+
+        unwatch = omni.watch(greet)
 
     try:
         return serve(pipeline, sock, watch)
@@ -33,9 +39,7 @@ def serve_command(config: Path | None, host: str, port: int) -> int:
         display.close()
 
 
-def _greet(status: Status, url: str, name: str) -> bool:
-    if status.state != "ready":
-        return False
+def _greet(url: str, name: str) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "hello"}}]}}'
     print(f"omni-rt: serves {name} on {url}; try:", file=sys.stderr)
     print(
@@ -43,4 +47,3 @@ def _greet(status: Status, url: str, name: str) -> bool:
         file=sys.stderr,
         flush=True,
     )
-    return True

@@ -90,8 +90,8 @@ def _stages(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     stages = dict(below)
     for name, stage in above.items():
         old = stages.get(name)
-        both = isinstance(stage, dict) and isinstance(old, dict)
-        stages[name] = {**old, **stage} if both else stage
+        merge = isinstance(stage, dict) and isinstance(old, dict)
+        stages[name] = {**dict(old or {}), **stage} if merge else stage
     return stages
 
 
@@ -117,7 +117,9 @@ def _arrows(value: dict[str, Any], sources: list[Source]) -> None:
             found = _ARROW.match(edge)
             if found is None:
                 hint = "write an edge as 'stage.port -> stage.port'"
-                raise _error(_owner(sources, ("edges", k)), ("edges", k), f"'{edge}' is no edge", hint)
+                raise _error(
+                    _owner(sources, ("edges", k)), ("edges", k), f"'{edge}' is no edge", hint
+                )
             edges[k] = {"from": found[1], "to": found[2]}
         elif isinstance(edge, dict) and isinstance(edge.get("stream"), bool):
             edge["stream"] = {} if edge["stream"] else None
@@ -303,9 +305,7 @@ def _check_edge(
         raise _error(_owner(sources, path), (*path, "when"), what, hint)
 
 
-def _check_end(
-    config: PipelineConfig, port: str, path: Path, sources: list[Source]
-) -> StageConfig:
+def _check_end(config: PipelineConfig, port: str, path: Path, sources: list[Source]) -> StageConfig:
     stage = port.split(".")[0]
     if stage not in config.stages:
         hint = nearest(stage, config.stages)

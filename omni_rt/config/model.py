@@ -26,7 +26,7 @@ class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the file: unknown keys are errors."""
 
 
-class RestartConfig(_Value):
+class RestartConfig(_Value, frozen=True):
     """When a stage's process dies."""
 
     max_deaths: Count = 5  # in a row, without a finished request: then the stage is down
@@ -34,20 +34,20 @@ class RestartConfig(_Value):
     backoff_max_s: Seconds = 30.0
 
 
-class HiddenConfig(_Value):
+class HiddenConfig(_Value, frozen=True):
     """What the port `hidden` of an AR stage gives."""
 
     layer: int = -1  # index into transformers' `output_hidden_states`
     rows: Literal["reply", "prompt", "all"] = "reply"
 
 
-class StreamConfig(_Value):
+class StreamConfig(_Value, frozen=True):
     """An edge whose chunks are handed on as they come."""
 
     first: Count = 1  # chunks to collect before the consumer starts
 
 
-class StageConfig(_Value, kw_only=True):
+class StageConfig(_Value, frozen=True, kw_only=True):
     """One stage: an engine on a device."""
 
     engine: Literal["echo", "simulated", "vllm", "diffusers"]
@@ -71,7 +71,7 @@ class StageConfig(_Value, kw_only=True):
     diffusers: dict[str, Any] = {}
 
 
-class EdgeConfig(_Value, rename={"source": "from", "target": "to"}):
+class EdgeConfig(_Value, frozen=True, rename={"source": "from", "target": "to"}):
     """What flows from one stage's output port to another's input port."""
 
     source: Port
@@ -81,7 +81,7 @@ class EdgeConfig(_Value, rename={"source": "from", "target": "to"}):
     via: Annotated[str, msgspec.Meta(pattern="^[\\w.]+:\\w+$")] | None = None  # module:function
 
 
-class PipelineConfig(_Value, kw_only=True):
+class PipelineConfig(_Value, frozen=True, kw_only=True):
     """A whole pipeline."""
 
     name: str = ""  # served model name; default: the file's name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from omni_rt.config import PipelineConfig
 from omni_rt.errors import (
@@ -29,7 +29,7 @@ from omni_rt.runtime.effects import Delivery, Effects
 from omni_rt.runtime.flow import Flow, Run, RunState, startable, streams
 from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
 from omni_rt.runtime.stage import Stage
-from omni_rt.runtime.supervisor import Supervisor, Worker, WorkerState
+from omni_rt.runtime.supervisor import Supervisor, Worker
 from omni_rt.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -547,7 +547,8 @@ class Core:
         """Stages wait for room: give kept inputs up, oldest first, and break fan-in deadlocks."""
         for name, waiting in self._stalled.items():
             if waiting and (arenas := self._arenas_of(name)):
-                self._give_up_kept(fx, arenas) or self._preempt_youngest(fx, arenas, waiting)
+                if not self._give_up_kept(fx, arenas):
+                    self._preempt_youngest(fx, arenas)
 
     def _arenas_of(self, stage: str) -> set[int]:
         return {w.arena for w in self.supervisor.workers if stage in w.stages and w.alive}
@@ -566,7 +567,7 @@ class Core:
                     return True
         return False
 
-    def _preempt_youngest(self, fx: Effects, arenas: set[int], waiting: set[str]) -> None:
+    def _preempt_youngest(self, fx: Effects, arenas: set[int]) -> None:
         """If every block is kept by runs that wait for other inputs, redo the youngest's producers.
 
         Only then: a block that a worker, a queue or a client holds comes back by itself.
@@ -581,7 +582,11 @@ class Core:
                         if run.state is not RunState.WAITING:
                             return
                         holders.setdefault(flow.id, set()).add(port.edge.source)
-        if any(set(self.ledger.holders(k)) - set(holders) for a in arenas for k in self.ledger.blocks(a)):
+        if any(
+            set(self.ledger.holders(k)) - set(holders)
+            for a in arenas
+            for k in self.ledger.blocks(a)
+        ):
             return
         oldest = min((flow.order for flow in self.flows.values()), default=0)
         young = [self.flows[r] for r in holders if self.flows[r].order != oldest]
@@ -623,5 +628,3 @@ def _death_error(flow: Flow, stage: str, worker: Worker, reached: bool) -> Stage
         request=flow.id,
         stage=stage,
     )
-
-

@@ -12,7 +12,7 @@ from omni_rt.wire.messages import Chunk, ToWorker
 
 @dataclass(slots=True)
 class Delivery:
-    """Something for the client of a request, in order. A block in `item` is leased to the client."""
+    """Something for a request's client, in order. A block in `item` is leased to the client."""
 
     request: str
     output: str  # name of the output; "" for what is not of one

@@ -29,7 +29,7 @@ class RunState(enum.Enum):
 
 @dataclass(slots=True)
 class InPort:
-    """What has arrived for one input of a run, kept until the run is done so that it can be redone."""
+    """What has arrived for one input of a run, kept until the run is done, for a redo."""
 
     edge: Edge
     pieces: list[Piece] = field(default_factory=list)
@@ -38,7 +38,6 @@ class InPort:
     sent: int = 0  # pieces forwarded to the present attempt
     told_end: bool = False  # the present attempt knows that it has ended
     given_up: int = 0  # pieces no longer kept: with any, a redo must start at the producer
-
 
     def kept(self) -> Iterator[Leased]:
         """The leased refs that the request still keeps for a redo."""

@@ -45,7 +45,7 @@ def arena_size(config: PipelineConfig, worker: Worker) -> int:
 
 
 def device_of(config: PipelineConfig, stage: str, replica: int) -> str:
-    """The device a stage's replica runs on: as configured; `auto` spreads over the GPUs there are."""
+    """The device of a stage's replica: as configured; `auto` spreads over the GPUs there are."""
     device = config.stages[stage].device
     if device != "auto":
         return device

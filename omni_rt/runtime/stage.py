@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from omni_rt.wire.messages import Ports
 
+
 @dataclass(slots=True)
 class Replica:
-    """A place where the stage runs: one worker slot. `identity` is None while nobody lives there."""
+    """A place where the stage runs: a worker slot. `identity` is None while nobody lives there."""
 
     slot: int  # index of the worker slot in the supervisor
     identity: str | None = None
@@ -20,8 +21,8 @@ class Replica:
 class Stage:
     """Decides which request goes to which replica next.
 
-    Requests wait here rather than in the workers, in order of priority and then of submission, so that
-    a cancelled or late one costs nothing and a retried one keeps its place.
+    Requests wait here rather than in the workers, in order of priority and then of submission: a
+    cancelled or late one costs nothing and a retried one keeps its place.
     """
 
     def __init__(self, name: str, slots: list[int], max_batch: int, queue: int) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from omni_rt.config import PipelineConfig, RestartConfig
 
-
 # A loop that asks this much later than it was told to was blocked, or did not run.
 _LATE_S = 1.0
 
@@ -202,7 +201,7 @@ def _unanswered(worker: Worker) -> bool:
 
 
 def _slots(config: PipelineConfig) -> list[Worker]:
-    """One slot per replica of each worker; a stage without `worker:` has a worker of its own name."""
+    """One slot per replica of each worker; a stage without `worker:` has one of its own name."""
     groups: dict[str, list[str]] = {}
     for name, stage in config.stages.items():
         groups.setdefault(stage.worker or name, []).append(name)

@@ -127,7 +127,9 @@ class Delta(msgspec.Struct):
 
 
 @post("/v1/chat/completions", status_code=200)
-async def chat(request: HttpRequest[Any, Any, Any], served: Served, data: ChatBody) -> Response[Any]:
+async def chat(
+    request: HttpRequest[Any, Any, Any], served: Served, data: ChatBody
+) -> Response[Any]:
     served.check_model(data.model)
     served.note_unknown(await request.json(), ChatBody.__struct_fields__)
     served.check_ready()

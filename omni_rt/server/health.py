@@ -38,7 +38,7 @@ def ready(served: Served) -> Response[dict[str, object]]:
         for name, stage in status.stages.items()
         if stage.state != "ready"
     ]
-    body = {"status": status.state, "reasons": reasons}
+    body: dict[str, object] = {"status": status.state, "reasons": reasons}
     return Response(body, status_code=_code(status))
 
 

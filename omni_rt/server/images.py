@@ -123,5 +123,3 @@ def _picture(image: Image, text: str, form: str | None) -> Picture:
     else:
         picture.b64_json = base64.b64encode(image.data).decode()
     return picture
-
-

@@ -48,11 +48,11 @@ async def merged(streams: list[Stream]) -> AsyncIterator[tuple[int, Output]]:
             if not getter.done() and all(task.done() for task in tasks) and queue.empty():
                 getter.cancel()
                 return
-            index, output = await getter
-            if output is None:
+            index, item = await getter
+            if item is None:
                 left -= 1
             else:
-                yield index, output
+                yield index, item
     finally:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The control plane between main and its workers: ZeroMQ ROUTER / DEALER over ipc, one frame a turn.
+"""The control plane between main and workers: ZeroMQ ROUTER / DEALER over ipc, a frame a turn.
 
 Main's end is driven by the event loop: the socket's descriptor is edge-triggered, so it is drained
 until EAGAIN and looked at again after every send. A worker's end blocks. Each worker gets an
@@ -74,7 +74,7 @@ class ZmqChannel:
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
         ):
             self._socket.setsockopt(option, value)
-        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToMain])
         self._endpoints: dict[str, str] = {}
@@ -124,7 +124,7 @@ class ZmqChannel:
             self._socket.send_multipart((identity.encode(), frame), zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._schedule_drain()
         return True
 

@@ -40,7 +40,7 @@ class Emit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
-    """Start a request in a stage. Everything in `tensors` is leased to the worker until released."""
+    """Start a request in a stage. What is in `tensors` is leased to the worker until released."""
 
     stage: str
     request: str

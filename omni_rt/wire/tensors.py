@@ -2,7 +2,7 @@
 
 A ref names the memory (`arena` or `pool`), the place in it and the generation of that place, so
 that a reader can tell a block that has been reused since (`StaleRef`) from the one meant.
-dtype names are torch's without the prefix ("float32", "bfloat16", "uint8"). Tensors are C-contiguous.
+dtype names are torch's without the prefix ("float32", "bfloat16", "uint8"). All is C-contiguous.
 """
 
 from __future__ import annotations

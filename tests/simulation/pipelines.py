@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from omni_rt_workers.engines.simulated import _hash, digest
-
 from omni_rt.config import PipelineConfig, parse_pipeline
 from omni_rt.graph import Edge, Graph, Plan
+from omni_rt_workers.engines.simulated import _hash, digest
 
 CHAIN = """
 stages:
@@ -91,7 +90,9 @@ class Expected:
         size, every = ports[port].get("bytes", 32), ports[port].get("every", 0)
         edges = [edge for edge in self._plan.edges if edge.target == stage]
         streamed = next((edge for edge in edges if edge.stream), None)
-        inputs = {e.target_port: self.chunks(e.source, e.source_port) for e in edges if self._holds(e)}
+        inputs = {
+            e.target_port: self.chunks(e.source, e.source_port) for e in edges if self._holds(e)
+        }
         whole = [_hash(inputs[name]) for name in sorted(inputs)]
         prompt = "" if edges else self._prompt
         if streamed:

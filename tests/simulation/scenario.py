@@ -152,9 +152,11 @@ class Client:
             if quitting is not None:
                 quitting.cancel()
         elapsed = asyncio.get_running_loop().time() - started
-        self._judge(outcome, Expected(
-            self.config, graph_of(self.config).plan(wanted), request.prompt or "", steps
-        ), elapsed)
+        self._judge(
+            outcome,
+            Expected(self.config, graph_of(self.config).plan(wanted), request.prompt or "", steps),
+            elapsed,
+        )
 
     async def _read(self, stream: object) -> object:
         done: Done | None = None
@@ -234,7 +236,9 @@ def _check_settled(omni: AsyncOmni, world: World, report: Report) -> None:
         if not sim._stuck:
             problems += sim.leftovers()
     counts = core.counters
-    ended = counts["finished"] + counts["failed"] + counts["cancelled"] + counts["deadline_exceeded"]
+    ended = (
+        counts["finished"] + counts["failed"] + counts["cancelled"] + counts["deadline_exceeded"]
+    )
     if counts["accepted"] != ended:
         problems.append(f"accepted {counts['accepted']}, ended {ended}: {counts}")
 

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from omni_rt_workers.loop import HostedStage, Loop
-from omni_rt_workers.engine import Task
 
 from omni_rt.errors import OmniError
 from omni_rt.runtime.core import Core
 from omni_rt.runtime.effects import Effects
 from omni_rt.runtime.flow import Flow
 from omni_rt.wire.messages import Feed
+from omni_rt_workers.engine import Task
+from omni_rt_workers.loop import HostedStage, Loop
 from tests.simulation.scenario import Report, run
 
 _PARTS = 8  # so that the seeds spread over the test processes

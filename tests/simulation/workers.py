@@ -11,10 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from omni_rt_workers.engine import Engine, Outbox
-from omni_rt_workers.engines.simulated import SimulatedEngine
-from omni_rt_workers.loop import Loop
-from omni_rt_workers.memory import Memory
 
 from omni_rt.runtime.process import OnExit
 from omni_rt.wire.arena import Arena
@@ -29,6 +25,10 @@ from omni_rt.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
+from omni_rt_workers.engine import Engine, Outbox
+from omni_rt_workers.engines.simulated import SimulatedEngine
+from omni_rt_workers.loop import Loop
+from omni_rt_workers.memory import Memory
 from tests.simulation.virtual import VirtualLoop
 
 _TO_WORKER = msgspec.msgpack.Decoder(list[ToWorker])
@@ -75,7 +75,7 @@ class World:
     ever: list[SimWorker] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _on_messages: OnMessages | None = None
-    _clock: dict[str, float] = field(default_factory=dict)  # last delivery by direction: order holds
+    _clock: dict[str, float] = field(default_factory=dict)  # last delivery, by direction
     _next_pid: int = 1000
 
     # ---- Channel
@@ -97,7 +97,7 @@ class World:
         if worker is None:
             return False
         decoded = _TO_WORKER.decode(msgspec.msgpack.encode(messages))
-        self._deliver(f"to {identity}", lambda: worker.receive(decoded))
+        self._deliver(f"to {identity}", lambda: worker.deliver(decoded))
         return True
 
     def close(self) -> None:
@@ -183,17 +183,9 @@ class SimWorker:
 
     # ---- WorkerChannel
 
-    def receive_all(self) -> list[ToWorker]:
+    def receive(self, *, block: bool) -> list[ToWorker]:
         inbox, self._inbox = self._inbox, []
         return inbox
-
-    def receive(self, messages: list[ToWorker] | None = None, *, block: bool = False) -> list[ToWorker]:
-        if messages is None:  # called by the worker's loop
-            return self.receive_all()
-        if self.alive and not self._stuck:
-            self._inbox += messages
-            self._wake()
-        return []
 
     def send(self, messages: Sequence[ToMain]) -> None:
         self._outgoing += messages
@@ -202,6 +194,12 @@ class SimWorker:
         return None
 
     # ---- running
+
+    def deliver(self, messages: list[ToWorker]) -> None:
+        """A frame of main's has arrived."""
+        if self.alive and not self._stuck:
+            self._inbox += messages
+            self._wake()
 
     def _attach(self, message: Attach) -> None:
         arena = self._handed.pop(0)

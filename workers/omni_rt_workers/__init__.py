@@ -1,1 +1,1 @@
-"""The worker process of omni-rt: one loop, the engines, and the memory they write their output to."""
+"""The worker process of omni-rt: one loop, the engines, and the memory they write to."""

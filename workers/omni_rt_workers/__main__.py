@@ -11,7 +11,6 @@ import sys
 from omni_rt.errors import ConfigError
 from omni_rt.wire.channel import ZmqWorkerChannel
 from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
-
 from omni_rt_workers.engines import registry
 from omni_rt_workers.inputs import Reshape
 from omni_rt_workers.lifeline import Lifeline

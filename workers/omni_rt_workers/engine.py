@@ -132,7 +132,7 @@ class Outbox(Protocol):
 
 
 class Engine(Protocol):
-    """A stage's model. `__init__(spec: StageSpec, out: Outbox)` must not import or load anything heavy."""
+    """A stage's model. Its maker (`MakeEngine`) must not import or load anything heavy."""
 
     def load(self, say: Say) -> Ports:
         """Import libraries, load weights, warm up. Called once, before anything else."""
@@ -160,7 +160,7 @@ class Engine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """True when a call of `step` would do nothing: the loop then sleeps until a message comes."""
+        """Whether a call of `step` would do nothing: the loop then sleeps until a message."""
         ...
 
     def memory(self) -> dict[str, int]:

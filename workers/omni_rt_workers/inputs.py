@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from omni_rt.errors import ProtocolError
 from omni_rt.wire.messages import Payload, TextPiece
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
-
 from omni_rt_workers.memory import Memory
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ Lease = tuple[int, int, int]
 
 
 class TaskInputs:
-    """`engine.Inputs` over the refs that main forwarded. Every ref in it is a lease to give back."""
+    """`engine.Inputs` over the refs that main forwarded. Every ref is a lease to give back."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class TaskInputs:
     def feed(self, port: str, seq: int, data: Payload | TextPiece | None, last: bool) -> None:
         if port not in self._open or seq != self._expected[port]:
             raise ProtocolError(
-                f"chunk {seq} of input '{port}' is out of order; expected {self._expected.get(port)}"
+                f"chunk {seq} of input '{port}' came where {self._expected.get(port)} was due"
             )
         self._expected[port] += 1
         if data is not None:

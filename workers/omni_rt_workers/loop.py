@@ -31,13 +31,13 @@ from omni_rt.wire.messages import (
     ToMain,
     ToWorker,
 )
-
 from omni_rt_workers.engine import Engine, MakeEngine, Task
 from omni_rt_workers.inputs import Lease, Reshape, TaskInputs
 from omni_rt_workers.memory import Memory
 from omni_rt_workers.outbox import StageOutbox, emits
 
 log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class HostedStage:
@@ -51,7 +51,7 @@ class HostedStage:
 
 
 class Loop:
-    """Drives the engines of one worker. One thread; everything happens between two steps or in one."""
+    """Drives the engines of one worker. One thread; all happens between two steps or in one."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Loop:
     def load(
         self, spec: StageSpec, make: MakeEngine, via: dict[str, Reshape], inline_limit: int
     ) -> None:
-        """Build and load one stage's engine; says `Loading` and `Ready`. Raises what load raises."""
+        """Build and load one stage's engine; says `Loading` and `Ready`. Raises what it raises."""
 
         def say(phase: str, fraction: float) -> None:
             self._channel.send([Loading(spec.name, phase, fraction)])
@@ -279,5 +279,3 @@ def _own(task: Task) -> TaskInputs:
     inputs = task.inputs
     assert isinstance(inputs, TaskInputs)
     return inputs
-
-

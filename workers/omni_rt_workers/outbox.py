@@ -24,7 +24,6 @@ from omni_rt.wire.messages import (
     TextPiece,
 )
 from omni_rt.wire.tensors import Block, Inline, Local, nbytes_of
-
 from omni_rt_workers.engine import Task
 from omni_rt_workers.memory import Memory
 

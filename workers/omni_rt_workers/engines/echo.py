@@ -12,7 +12,6 @@ from typing import Any
 
 from omni_rt.errors import BadRequest, ConfigError, nearest
 from omni_rt.wire.messages import ParamSpec, Ports, PortSpec, StageSpec
-
 from omni_rt_workers.engine import Engine, Outbox, Say, Task
 
 _OPTIONS = ("words_per_step", "bytes", "chunks")

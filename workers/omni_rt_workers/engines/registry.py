@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 
 from omni_rt.errors import ConfigError, nearest
-
 from omni_rt_workers.engine import MakeEngine
 
 _MODULES = {

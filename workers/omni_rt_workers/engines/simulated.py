@@ -22,7 +22,6 @@ import msgspec
 
 from omni_rt.errors import ConfigError
 from omni_rt.wire.messages import ParamSpec, Ports, PortSpec, StageSpec
-
 from omni_rt_workers.engine import Engine, Outbox, Say, Task
 from omni_rt_workers.engines.echo import prompt_of
 

@@ -65,11 +65,12 @@ def set_environment(spec: StageSpec) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
     if spec.device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other stages share the cores
-        os.environ["OMP_NUM_THREADS"] = str(threads(spec))
+        threads = int(spec.options.get("threads") or 1)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
 
-
-def threads(spec: StageSpec) -> int:
-    return int(spec.options.get("threads") or 1)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def engine_args(spec: StageSpec, hidden: Hidden) -> Any:

@@ -1,10 +1,10 @@
-"""From what a request says to the token ids of its prompt."""
+"""From what a request says to the token ids of its prompt; tokens that stand for facts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from omni_rt.errors import BadRequest
+from omni_rt.errors import BadRequest, ConfigError, nearest
 
 
 def token_ids(values: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -30,6 +30,22 @@ def param_of(values: dict[str, Any]) -> str:
     """The field that the prompt came from, for errors about it."""
     names = ("prompt_token_ids", "messages", "prompt")
     return next((name for name in names if values.get(name)), "prompt")
+
+
+def fact_tokens(named: dict[str, str], tokenizer: Any) -> dict[int, str]:
+    """Token id -> name of the fact. The tokens become special ones, so that they are never text.
+
+    `named` is the stage's `facts`, like {"image": "<|image|>"}. Raises `ConfigError`.
+    """
+    ids = tokenizer.get_vocab()
+    for name, token in named.items():
+        if token not in ids:
+            raise ConfigError(
+                f"facts.{name}: the tokenizer has no token '{token}'",
+                hint=nearest(token, tokenizer.get_added_vocab()),
+            )
+    tokenizer.add_tokens(list(named.values()), special_tokens=True)
+    return {ids[token]: name for name, token in named.items()}
 
 
 def _given(ids: Any) -> list[int]:
