@@ -155,11 +155,9 @@ class Loaded:
         raise AssertionError(f"not idle after {steps} steps")
 
     @property
-    def leftovers(self) -> tuple[int, int, int]:
-        """KV blocks in use, requests that vLLM's worker knows, requests whose rows it keeps."""
-        llm = self.engine._llm
-        blocks = self.engine._all_blocks - self.engine._free_blocks
-        return (blocks, *llm.collective_rpc("held_requests")[0])
+    def leftovers(self) -> dict[str, int]:
+        """What is left of requests in vLLM, as far as there is something."""
+        return {what: number for what, number in self.engine.core.leftovers.items() if number}
 
 
 @contextmanager

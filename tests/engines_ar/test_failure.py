@@ -28,7 +28,7 @@ def one(folder: Path) -> Iterator[Loaded]:
 
 
 def fail(one: Loaded, where: str) -> None:
-    one.engine._llm.collective_rpc("fail_once", args=(where,))
+    one.engine.core.call_worker("fail_once", where)
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["in the first step", "in a later step"])
@@ -48,7 +48,7 @@ def test_new_requests_work_after_a_failed_step(
     for each in tasks:
         one.engine.abort(each)
     assert one.engine.idle
-    assert one.leftovers == (0, 0, 0)
+    assert one.leftovers == {}
     replies = one.run(*[task(ids, max_tokens=12, ignore_eos=True) for ids in given])
     assert [reply.tokens for reply in replies] == [greedy(ids, 12) for ids in given]
 
@@ -63,16 +63,18 @@ def test_a_request_that_ended_before_the_failed_step_is_forgotten_too(one: Loade
     with pytest.raises(RuntimeError):
         one.engine.step()
     one.engine.abort(other)
-    assert one.leftovers == (0, 0, 0)
+    assert one.leftovers == {}
 
 
 def test_an_engine_that_cannot_be_emptied_says_so_to_the_loop(
     one: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from omni_rt_workers.engines.vllm_ar import core
+
     only = task(prompts(1, 20, 20)[0], max_tokens=8)
     one.engine.add(only)
     fail(one, "before the forward")
-    monkeypatch.setattr(one.engine, "_all_blocks", one.engine._all_blocks + 1)
+    monkeypatch.setattr(core.Core, "leftovers", {"blocks in use": 1})
     with pytest.raises(RuntimeError):
         one.engine.step()
     with pytest.raises(StageFailed, match="usable again"):

@@ -84,8 +84,8 @@ def test_rows_equal_transformers_in_a_batch(served: tuple[Case, Loaded], referen
     replies = one.run(*tasks, join_at=(0, 0, 0, 1, 2, 3, 5, 8))
     for ids, said in zip(given, replies, strict=True):
         assert close(said, expected(case, reference, ids, said))
-    assert (one.engine._llm.collective_rpc("count_resumed")[0] > 0) == case.preempted
-    assert one.leftovers == (0, 0, 0)
+    assert (one.engine.core.call_worker("count_resumed") > 0) == case.preempted
+    assert one.leftovers == {}
 
 
 def test_rows_are_whole_when_the_prompt_was_seen_before(
@@ -121,7 +121,21 @@ def test_rows_are_kept_only_for_requests_that_asked(served: tuple[Case, Loaded])
     one.engine.add(task(second, max_tokens=8, ignore_eos=True, want=("tokens",)))
     for _ in range(4):
         one.engine.step()
-    known, kept = one.engine._llm.collective_rpc("held_requests")[0]
-    assert (known, kept) == (2, 1)
+    assert one.leftovers["requests in the worker"] == 2
+    assert one.leftovers["requests with rows"] == 1
     one.run()
-    assert one.leftovers == (0, 0, 0)
+    assert one.leftovers == {}
+
+
+def test_kept_rows_outlive_the_buffer_they_came_in() -> None:
+    from omni_rt_workers.engines.vllm_ar import worker
+
+    buffer = torch.arange(12.0).view(6, 2)
+    watched = worker.Watched(next=3, end=7)
+    worker._keep(watched, 0, buffer)  # positions 0 to 5
+    worker._keep(watched, 5, buffer)  # 5 again, after a preemption, and on to 10
+    buffer.zero_()
+    rows = torch.cat(watched.parts)
+    assert rows[:, 0].tolist() == [6, 8, 10, 2]
+    with pytest.raises(RuntimeError, match="positions 3 to 4 are missing"):
+        worker._keep(worker.Watched(next=3, end=7), 5, buffer)

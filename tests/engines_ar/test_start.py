@@ -102,7 +102,7 @@ def test_a_model_without_a_chat_template_completes_the_prompt(tmp_path: Path) ->
     with loaded(tiny.save_model(tmp_path, chat=False)) as one:
         whole, ids = one.run(
             task("once upon", max_tokens=4, ignore_eos=True),
-            task(one.engine._tokenizer.encode("once upon"), max_tokens=4, ignore_eos=True),
+            task(one.engine.core.tokenizer.encode("once upon"), max_tokens=4, ignore_eos=True),
         )
         assert whole.tokens == ids.tokens
         message = {"role": "user", "content": "hello"}

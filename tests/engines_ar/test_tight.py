@@ -61,7 +61,7 @@ def test_a_running_task_takes_the_room_of_a_held_one_with_less_priority(
     holder.held = False
     one.run()
     assert one.out.said[holder.request].tokens == greedy(given[0], 20)
-    assert one.leftovers == (0, 0, 0)
+    assert one.leftovers == {}
 
 
 def test_an_abort_of_a_held_task_makes_room(one: Loaded, greedy: Greedy) -> None:
@@ -76,4 +76,4 @@ def test_an_abort_of_a_held_task_makes_room(one: Loaded, greedy: Greedy) -> None
     one.engine.abort(holder)
     one.run()
     assert one.out.said[waiter.request].tokens == greedy(other, 5)
-    assert one.leftovers == (0, 0, 0)
+    assert one.leftovers == {}

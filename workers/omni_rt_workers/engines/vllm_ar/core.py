@@ -1,0 +1,160 @@
+"""vLLM's `LLMEngine` with its core in this process, and what lies behind it.
+
+All that reaches past `LLMEngine`'s own methods is here: the scheduler's held requests, the
+worker's rows, and how vLLM is emptied after a step that failed.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from omni_rt.errors import BadRequest, ConfigError, StageFailed
+from omni_rt_workers.engines.vllm_ar import arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from omni_rt.wire.messages import StageSpec
+
+
+class Core:
+    """Requests go by the name they were added under, or by the id that vLLM made of it."""
+
+    def __init__(self, spec: StageSpec, hidden: arguments.Hidden) -> None:
+        """Load the weights. Raises `ConfigError` with vLLM's complaint."""
+        try:
+            config = arguments.engine_args(spec, hidden).create_engine_config()
+            arguments.set_scheduler(config)
+            self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        except BaseException as error:
+            cleanup_dist_env_and_memory()
+            if not isinstance(error, ValueError | OSError):
+                raise
+            raise ConfigError(
+                f"stage '{spec.name}': vLLM cannot serve {arguments.source(spec)}: "
+                f"{arguments.said(error)}",
+                stage=spec.name,
+            ) from error
+        model = config.model_config
+        self.context: int = model.max_model_len  # tokens of prompt and reply
+        self.slots: int = config.scheduler_config.max_num_seqs
+        self.width: int = model.get_hidden_size()
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.sampling: dict[str, Any] = model.get_diff_sampling_param()  # the model's own
+        self.tokenizer: Any = self._llm.get_tokenizer()
+        self._scheduler: Any = self._llm.engine_core.engine_core.scheduler
+        self._all_blocks = self._free_blocks
+
+    # ---- requests
+
+    def add(self, name: str, ids: list[int], params: Any, priority: int) -> str:
+        """vLLM's id of the request. Raises `BadRequest` with vLLM's complaint."""
+        try:
+            added: str = self._llm.add_request(name, tokens_input(ids), params, priority=priority)
+        except (VLLMClientError, ValueError) as error:
+            raise BadRequest(str(error), param=getattr(error, "parameter", None)) from error
+        return added
+
+    def abort(self, ids: list[str]) -> None:
+        self._llm.abort_request(ids, internal=True)
+
+    def watch_rows(self, id: str, first: int, end: int) -> None:
+        """Keep the hidden states of positions `first` to `end` - 1."""
+        self._llm.collective_rpc("watch_rows", args=(id, first, end))
+
+    def take_rows(self, ids: list[str]) -> list[list[torch.Tensor]]:
+        """Of each request what was kept since they were taken last, each [tokens, width]."""
+        taken: list[list[torch.Tensor]] = self._llm.collective_rpc("take_rows", args=(ids,))[0]
+        return taken
+
+    def forget_rows(self, ids: list[str]) -> None:
+        self._llm.collective_rpc("forget_rows", args=(ids,))
+
+    # ---- steps
+
+    def step(self, held: set[str]) -> list[Any]:
+        """vLLM's `RequestOutput`s of one step of all requests but those `held`, by vLLM's id."""
+        self._scheduler.held = held
+        outputs: list[Any] = self._llm.step()
+        return outputs
+
+    @property
+    def moved(self) -> bool:
+        """Whether the latest step computed anything."""
+        last = self._scheduler.last
+        return last is not None and last.total_num_scheduled_tokens > 0
+
+    @property
+    def owes_step(self) -> bool:
+        """A step is under way, or vLLM's worker has yet to hear of ends, in an empty step."""
+        under_way = bool(self._llm.engine_core.engine_core.batch_queue)
+        return under_way or self._scheduler.has_finished_requests()
+
+    def warm_up(self) -> None:
+        """Run a greedy and a seeded request of two tokens, hidden states and all."""
+        ids = []
+        for heat in (0.0, 1.0):
+            params = SamplingParams(temperature=heat, top_p=0.9, seed=0, max_tokens=2)
+            ids.append(self.add(f"warm-up {heat}", [0, 0], params, 0))
+            self.watch_rows(ids[-1], 0, 3)
+        while self._llm.has_unfinished_requests() or self.owes_step:
+            self._llm.step()
+        self.forget_rows(ids)
+
+    def recover(self, ids: list[str]) -> None:
+        """Empty vLLM of everything, `ids` included, after a step that raised.
+
+        Raises `StageFailed`, or what vLLM raises, if something stays behind.
+        """
+        under_way = self._llm.engine_core.engine_core.batch_queue
+        if under_way:
+            under_way.clear()
+        self._llm.collective_rpc("forget_step")
+        self.forget_rows(ids)
+        self._scheduler.repeat_ends()
+        self.abort(ids)
+        self.step(set())  # an empty one: tells the worker of the ends
+        if any(self.leftovers.values()):
+            raise StageFailed(f"after the abort of all requests there are {self.leftovers}")
+        # The cache counts blocks as computed from when they are scheduled.
+        if not self._llm.reset_prefix_cache():
+            raise StageFailed("the prefix cache could not be emptied")
+
+    # ---- memory
+
+    def memory(self) -> dict[str, int]:
+        """Of all ranks together."""
+        ranks = self._llm.collective_rpc("memory_bytes")
+        return {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+
+    @property
+    def leftovers(self) -> dict[str, int]:
+        """What vLLM holds for requests; all are 0 when there are none."""
+        known, watched = self._llm.collective_rpc("held_requests")[0]
+        return {
+            "blocks in use": self._all_blocks - self._free_blocks,
+            "requests in the scheduler": len(self._scheduler.requests),
+            "requests in the worker": known,
+            "requests with rows": watched,
+        }
+
+    @property
+    def _free_blocks(self) -> int:
+        blocks: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return blocks
+
+    def call_worker(self, method: str, *args: Any) -> Any:
+        """What a method of the first rank's worker returns."""
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def close(self) -> None:
+        self._llm.engine_core.shutdown()
+        del self._llm, self._scheduler, self.tokenizer
+        gc.collect()  # vLLM's objects hold each other; a later engine must not find them
