@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from omni_rt.config import parse_pipeline
+from omni_rt.graph import Graph
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page
@@ -87,3 +90,10 @@ def test_python_in_a_page_compiles(page: Path) -> None:
     for language, body in BLOCK.findall(page.read_text()):
         if language == "python":
             compile(body, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_pipelines_in_a_page_are_right(page: Path) -> None:
+    for language, body in BLOCK.findall(page.read_text()):
+        if language == "yaml" and body.startswith("stages:"):
+            Graph.from_config(parse_pipeline(body, str(page), page.parent))
