@@ -130,7 +130,7 @@ def _check_names(value: dict[str, Any], sources: list[Source]) -> None:
     stages = value.get("stages")
     for name, stage in stages.items() if isinstance(stages, dict) else ():
         engine = stage.get("engine") if isinstance(stage, dict) else None
-        if isinstance(engine, str) and engine not in ENGINES:
+        if isinstance(engine, str) and engine not in ENGINES and ":" not in engine:
             path = ("stages", name, "engine")
             hint = nearest(engine, ENGINES)
             raise _error(_owner(sources, path), path, f"there is no engine '{engine}'", hint)
@@ -265,6 +265,8 @@ def _check_stage(
         if engine != stage.engine and getattr(stage, engine):
             hint = f"its options belong under '{stage.engine}'"
             raise wrong(engine, f"stage {name} has the engine {stage.engine}", hint)
+    if stage.options and ":" not in stage.engine:
+        raise wrong("options", f"stage {name} has the engine {stage.engine}", "use that key")
     for key in ("hidden", "facts"):
         if getattr(stage, key) and stage.engine not in AR_ENGINES:
             raise wrong(key, f"only language models have '{key}', not {stage.engine}")

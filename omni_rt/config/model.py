@@ -50,7 +50,7 @@ class StreamConfig(_Value, frozen=True):
 class StageConfig(_Value, frozen=True, kw_only=True):
     """One stage: an engine on a device."""
 
-    engine: Literal["echo", "simulated", "vllm", "diffusers"]
+    engine: Annotated[str, msgspec.Meta(pattern="^([a-z]+|[\\w.]+:\\w+)$")]  # or module:function
     model: str | None = None  # folder or hub id; default: the pipeline's
     part: str | None = None  # a folder inside the model
     device: Annotated[str, msgspec.Meta(pattern="^(auto|cpu|cuda:[0-9]+)$")] = "auto"
@@ -65,6 +65,7 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     hidden: HiddenConfig | None = None  # AR engines
     facts: dict[Name, str] = {}  # AR engines: fact -> special token that reports it
     restart: RestartConfig = RestartConfig()
+    options: dict[str, Any] = {}  # of an engine given as module:function
     echo: dict[str, Any] = {}
     simulated: dict[str, Any] = {}
     vllm: dict[str, Any] = {}

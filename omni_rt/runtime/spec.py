@@ -81,7 +81,8 @@ def _stage_spec(
 
 
 def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
-    options: dict[str, Any] = {stage.engine: getattr(stage, stage.engine)}
+    key = "options" if ":" in stage.engine else stage.engine
+    options: dict[str, Any] = {key: getattr(stage, key)}
     if stage.hidden is not None:
         options["hidden"] = {"layer": stage.hidden.layer, "rows": stage.hidden.rows}
     if stage.facts:

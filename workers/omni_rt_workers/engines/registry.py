@@ -16,8 +16,21 @@ _MODULES = {
 
 
 def find(name: str) -> MakeEngine:
-    """The maker of engine `name`. Raises `ConfigError` for a name that there is not."""
-    if name not in _MODULES:
+    """The maker of engine `name`, or of a user's own engine, given as "module:function".
+
+    Raises `ConfigError` for a name that there is not. The module of a user's engine is looked for
+    on the worker's path: put its folder into PYTHONPATH.
+    """
+    module, _, function = name.partition(":")
+    if not function and name not in _MODULES:
         raise ConfigError(f"there is no engine '{name}'", hint=nearest(name, _MODULES))
-    make: MakeEngine = importlib.import_module(_MODULES[name]).make
+    try:
+        make: MakeEngine = getattr(
+            importlib.import_module(_MODULES.get(name, module)), function or "make"
+        )
+    except (ModuleNotFoundError, AttributeError) as error:
+        if not function:
+            raise
+        hint = "its folder must be in PYTHONPATH"
+        raise ConfigError(f"cannot find the engine '{name}': {error}", hint=hint) from error
     return make

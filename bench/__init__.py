@@ -1,0 +1,1 @@
+"""Where the time goes. Each script prints one JSON object as its last line."""

@@ -1,0 +1,121 @@
+"""A tensor from one process to another: the product against the floor and against other ways.
+
+`python -m bench.handoff [--rounds 5] [--quick]`. The product is the real thing: a running
+`AsyncOmni` whose two workers stream tensors through main, which books every lease. Measured is the
+time from "the producer holds the tensor" to "the consumer holds a torch tensor". All ways take
+turns in every round; ratios are of medians within one run. Keys: docs/bench.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import warnings
+
+import uvloop
+
+from bench.common import child_path, finish, p50, p99
+from bench.peers import PEERS, Peers
+from omni_rt import AsyncOmni, Data, Request
+from omni_rt.config import parse_pipeline
+
+SIZES = {"256B": 256, "4KB": 4 << 10, "16KB": 16 << 10, "64KB": 64 << 10}
+SIZES |= {"1MB": 1 << 20, "16MB": 16 << 20, "64MB": 64 << 20}
+COUNTS = {"256B": 100, "4KB": 100, "16KB": 100, "64KB": 100, "1MB": 40, "16MB": 12, "64MB": 6}
+OURS = {"arena": "copy", "inplace": "inplace"}
+
+PIPELINE = """
+stages:
+  source: {engine: "bench.engines:make_source", arena: 512MiB, device: cpu, options: {fifo: %(fifo)s}}
+  sink: {engine: "bench.engines:make_sink", arena: 8MiB, device: cpu, options: {fifo: %(fifo)s}}
+edges:
+  - {from: source.x, to: sink.x, stream: true}
+outputs: {sent: source.sent, got: sink.got, read: sink.read}
+"""
+
+Times = tuple[list[int], list[int]]
+
+
+async def ours(omni: AsyncOmni, mode: str, size: int, count: int, depth: int) -> Times:
+    import numpy as np
+
+    params = {"bytes": size, "count": count, "depth": depth, "mode": mode}
+    times: dict[str, list[int]] = {}
+    async for output in omni.submit(Request(prompt="go", params=params)):
+        if isinstance(output, Data):
+            times[output.output] = np.frombuffer(output.data, dtype=np.int64).tolist()
+    return times["sent"], times["got"]
+
+
+async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:
+    ways = [*PEERS, *OURS]
+    latency: dict[tuple[str, str], list[float]] = {}
+    rate: dict[tuple[str, str], list[float]] = {}
+    async with AsyncOmni(parse_pipeline(PIPELINE % {"fifo": fifo}, "handoff.yaml")) as omni:
+
+        async def run(way: str, size: int, count: int, depth: int) -> Times:
+            if way in OURS:
+                return await ours(omni, OURS[way], size, count, depth)
+            return await asyncio.to_thread(peers.run, way, size, count, depth)
+
+        for way in ways:  # warm-up, not counted
+            for size in SIZES.values():
+                await run(way, size, 3, 1)
+        for number in range(rounds):
+            turn = number % len(ways)
+            for name, size in SIZES.items():
+                for way in ways[turn:] + ways[:turn]:
+                    sent, got = await run(way, size, COUNTS[name], 1)
+                    times = [(g - s) / 1e3 for s, g in zip(sent, got, strict=True)]
+                    latency.setdefault((way, name), []).extend(times)
+                    if way != "floor":  # which has a single slot
+                        sent, got = await run(way, size, COUNTS[name], 4)
+                        gbs = size * len(got) / max(1, got[-1] - sent[0])
+                        rate.setdefault((way, name), []).append(gbs)
+    return report(latency, rate)
+
+
+def report(
+    latency: dict[tuple[str, str], list[float]], rate: dict[tuple[str, str], list[float]]
+) -> dict[str, object]:
+    middle = {key: p50(times) for key, times in latency.items()}
+    for title, table in (
+        ("p50 us", middle),
+        ("p99 us", {key: p99(times) for key, times in latency.items()}),
+        ("GB/s, 4 in flight", {key: p50(values) for key, values in rate.items()}),
+    ):
+        print(f"\n{title:18}" + "".join(f"{name:>10}" for name in SIZES))
+        for way in (*PEERS, *OURS):
+            row = [table.get((way, name)) for name in SIZES]
+            cells = ["" if v is None else f"{v:.2f}" if v < 100 else f"{v:.0f}" for v in row]
+            print(f"{way:18}" + "".join(f"{cell:>10}" for cell in cells))
+    result: dict[str, object] = {}
+    for name in SIZES:
+        arena = middle["arena", name]
+        result[f"arena_over_floor_{name}"] = round(arena / middle["floor", name], 3)
+        for way in PEERS[1:]:
+            key = f"{way.removesuffix('_queue')}_over_arena_{name}"
+            result[key] = round(middle[way, name] / arena, 3)
+    result["inplace_64MB_over_64KB"] = round(
+        middle["inplace", "64MB"] / middle["inplace", "64KB"], 3
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    child_path()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Peers() as peers:
+        fifo = f"{folder}/ack"
+        os.mkfifo(fifo)
+        result = uvloop.run(measure(args.rounds, fifo, peers))
+    finish({"bench": "handoff", "rounds": args.rounds, **result})
+
+
+if __name__ == "__main__":
+    main()
