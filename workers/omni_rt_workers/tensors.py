@@ -13,8 +13,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over the view's memory, which it keeps mapped for as long as it lives.
 
-    A read-only view (an inline payload) is copied: torch knows no read-only tensors. Views of
-    arenas are writable for the same reason; a reader's tensor is read-only by contract.
+    `torch.frombuffer` keeps the object it is given, but not the buffer that the object exports. So
+    it is given the memoryview and never the mmap: the view holds the export, and `Arena.close()`
+    leaves the memory where it is until the last tensor over it has gone. Nobody else may hold and
+    `release()` that view.
+
+    A read-only view (an inline payload) is copied: torch knows no read-only tensors, and warns of
+    a buffer that it could write through. Views of arenas are writable for the same reason; a
+    reader's tensor is read-only by contract.
     """
     if not len(view):
         return torch.empty(shape, dtype=_DTYPES[dtype])
