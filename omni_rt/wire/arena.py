@@ -4,6 +4,9 @@ Main makes an arena before it spawns the worker and hands the descriptor over, s
 worker loses bytes that another still reads, and nothing is left in any folder, whoever dies. The
 size is sealed: a peer that truncates would turn the next read into SIGBUS.
 
+Every mapping is writable, a reader's too: torch has no read-only tensors and warns of memory that
+it cannot write through. Readers read only, by contract.
+
 A block is a 64-byte header and the payload, both on 64-byte boundaries. The header holds the
 block's generation, which is never used twice: a reader that comes too late gets `StaleRef`, never
 another block's bytes.
@@ -55,6 +58,9 @@ class Arena:
         Raises `OmniError` if there is not that much memory.
         """
         size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        if size > memory:  # a memfd knows no limit: the kernel would kill somebody first
+            raise _no_room(size, f"this machine has {memory}")
         fd = os.memfd_create(f"omni-rt-{arena_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -63,27 +69,33 @@ class Arena:
             return cls(arena_id, fd, size, writable=True)
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise OmniError(
-                    f"there is no room for an arena of {size} bytes of shared memory",
-                    hint="lower the stage's `arena`, or free memory",
-                ) from error
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise _no_room(size, os.strerror(error.errno)) from error
             raise
 
     @classmethod
     def attach(cls, arena_id: int, fd: int, size_bytes: int, *, writable: bool) -> Arena:
         """Map an arena whose descriptor came from main. Takes the descriptor over."""
         os.set_inheritable(fd, False)
-        actual = os.fstat(fd).st_size
-        if actual < size_bytes or fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+        try:
+            actual = os.fstat(fd).st_size
+            if actual < size_bytes or not _is_sealed(fd):
+                raise ProtocolError(f"arena {arena_id} is not a sealed one of {size_bytes} bytes")
+            return cls(arena_id, fd, actual, writable=writable)
+        except BaseException:
             os.close(fd)
-            raise ProtocolError(f"arena {arena_id} is not a sealed one of {size_bytes} bytes")
-        return cls(arena_id, fd, actual, writable=writable)
+            raise
 
     def __repr__(self) -> str:
         return f"<Arena {self.id} {self.size_bytes} bytes{' closed' if self._closed else ''}>"
 
     def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes, writable. As long as the view lives, so does the mapping.
+
+        Raises `ProtocolError` for what lies outside, and after `close`.
+        """
+        if self._closed:
+            raise ProtocolError(f"arena {self.id} is closed")
         # A slice past the end would be shorter without a word.
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
             raise ProtocolError(
@@ -102,7 +114,10 @@ class Arena:
                 self._view[offset]
 
     def close(self) -> None:
-        """Unmap, unless views of it are still in use: then it goes with the last of them."""
+        """Unmap, unless views of it are still in use: then it goes with the last of them.
+
+        Views and tensors that live on stay what they are: no memory goes from under them.
+        """
         if self._closed:
             return
         self._closed = True
@@ -206,21 +221,36 @@ class BlockReader:
         self._arena = arena
 
     def open(self, offset: int, generation: int, nbytes: int) -> memoryview:
-        """The payload, to be read only. Raises `StaleRef` if the block was freed or reused.
-
-        The view itself is writable, since torch has no read-only tensors and warns of them.
-        """
-        self.check(offset, generation)
+        """The payload, to be read only. Raises `StaleRef` if the block was freed or reused."""
+        written = self.check(offset, generation)
+        if nbytes > written:
+            raise ProtocolError(f"a ref of {nbytes} bytes names a block of {written}")
         return self._arena.view(offset, nbytes)
 
-    def check(self, offset: int, generation: int) -> None:
+    def check(self, offset: int, generation: int) -> int:
+        """The payload's bytes. Raises `StaleRef` if the block was freed or reused."""
         header = self._arena.view(offset - HEADER_BYTES, HEADER_BYTES)
-        magic, _, found, _ = _HEADER.unpack_from(header)
+        magic, _, found, nbytes = _HEADER.unpack_from(header)
         if magic != _MAGIC or found != generation:
             raise StaleRef(
                 f"block at {offset} of arena {self._arena.id} holds generation {found}, "
                 f"not {generation}: it was freed while somebody still had a ref"
             )
+        return int(nbytes)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no memfd at all
+        return False
+
+
+def _no_room(size_bytes: int, why: str) -> OmniError:
+    return OmniError(
+        f"there is no room for an arena of {size_bytes} bytes of shared memory: {why}",
+        hint="lower the stage's `arena`, or free memory",
+    )
 
 
 def _span(nbytes: int) -> int:
