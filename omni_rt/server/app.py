@@ -10,6 +10,7 @@ from litestar import Request as HttpRequest
 from litestar.di import Provide
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi import OpenAPIConfig
+from litestar.types import Message, Scope
 
 from omni_rt.errors import OmniError
 from omni_rt.runtime.omni import AsyncOmni
@@ -37,7 +38,7 @@ def create_app(omni: AsyncOmni) -> Litestar:
             HTTPException: errors.on_http_error,
             Exception: errors.on_bug,
         },
-        after_request=_add_request_id,
+        before_send=[_add_request_id],
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=OpenAPIConfig(title="omni-rt", version="1"),
         logging_config=None,
@@ -55,6 +56,10 @@ def _on_group(
     return errors.on_bug(request, error)
 
 
-async def _add_request_id(response: Response[Any]) -> Response[Any]:
-    response.headers.setdefault("X-Request-Id", secrets.token_hex(8))
-    return response
+async def _add_request_id(message: Message, scope: Scope) -> None:
+    """Every response, errors too, has an id: the client's own if it sent one."""
+    if message["type"] != "http.response.start":
+        return
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    own = given if given.isascii() and 0 < len(given) <= 128 else secrets.token_hex(8).encode()
+    message["headers"] = [*message["headers"], (b"x-request-id", own)]

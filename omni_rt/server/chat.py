@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from litestar import Request as HttpRequest
 from litestar import Response, post
+from litestar.di import NamedDependency
+from litestar.params import JSONBody
 from litestar.response import Stream as HttpStream
 
 from omni_rt.errors import BadRequest, OmniError
@@ -128,7 +130,7 @@ class Delta(msgspec.Struct):
 
 @post("/v1/chat/completions", status_code=200)
 async def chat(
-    request: HttpRequest[Any, Any, Any], served: Served, data: ChatBody
+    request: HttpRequest[Any, Any, Any], served: NamedDependency[Served], data: JSONBody[ChatBody]
 ) -> Response[Any]:
     served.check_model(data.model)
     served.note_unknown(await request.json(), ChatBody.__struct_fields__)

@@ -83,10 +83,10 @@ def on_validation_error(
     """A body that does not fit its struct: names the field."""
     extra = error.extra if isinstance(error.extra, list) else []
     first = extra[0] if extra and isinstance(extra[0], dict) else {}
-    param = str(first.get("key") or "") or None
     what = str(first.get("message") or error.detail)
-    if param is None and (found := re.search(r"field `(\w+)`", what)):
-        param = found[1]
+    found = re.search(r"field `(\w+)`", what)
+    where = str(first.get("key") or "").removeprefix("data")
+    param = ".".join(filter(None, (where, found[1] if found else ""))) or None
     message = f"{param}: {what}" if param else what
     return Response(ErrorReply(ErrorBody(message, "invalid_request_error", param)), status_code=400)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Response, get
+from litestar.di import NamedDependency
 
 from omni_rt.runtime.status import StageStatus, Status
 from omni_rt.server.state import Served
@@ -30,7 +31,7 @@ def live() -> dict[str, str]:
 
 
 @get("/ready", sync_to_thread=False)
-def ready(served: Served) -> Response[dict[str, object]]:
+def ready(served: NamedDependency[Served]) -> Response[dict[str, object]]:
     """200 if every stage can work, else 503 with the reasons."""
     status = served.omni.status()
     reasons = [
@@ -43,7 +44,7 @@ def ready(served: Served) -> Response[dict[str, object]]:
 
 
 @get("/health", sync_to_thread=False)
-def health(served: Served) -> Response[Health]:
+def health(served: NamedDependency[Served]) -> Response[Health]:
     status = served.omni.status()
     body = Health(status.state, {name: _stage(s) for name, s in status.stages.items()})
     return Response(body, status_code=_code(status))

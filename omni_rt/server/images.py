@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from litestar import Request as HttpRequest
 from litestar import post
+from litestar.di import NamedDependency
+from litestar.params import JSONBody
 
 from omni_rt.errors import BadRequest
 from omni_rt.request import Image, Request, Text
@@ -57,7 +59,7 @@ class ImageReply(msgspec.Struct):
 
 @post("/v1/images/generations", status_code=200)
 async def generate_images(
-    request: HttpRequest[Any, Any, Any], served: Served, data: ImageBody
+    request: HttpRequest[Any, Any, Any], served: NamedDependency[Served], data: JSONBody[ImageBody]
 ) -> ImageReply:
     served.note_unknown(await request.json(), ImageBody.__struct_fields__)
     if data.stream:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 from litestar import get
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 
 from omni_rt.server.state import Served
 
@@ -28,12 +30,12 @@ class ModelList(msgspec.Struct):
 
 
 @get("/v1/models", sync_to_thread=False)
-def list_models(served: Served) -> ModelList:
+def list_models(served: NamedDependency[Served]) -> ModelList:
     return ModelList([_model(served)])
 
 
 @get("/v1/models/{model:str}", sync_to_thread=False)
-def get_model(served: Served, model: str) -> Model:
+def get_model(served: NamedDependency[Served], model: FromPath[str]) -> Model:
     served.check_model(model)
     return _model(served)
 

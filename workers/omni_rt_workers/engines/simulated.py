@@ -6,17 +6,19 @@ it got, so that a wrong, lost or doubled hand-off shows in the result: see `dige
 Options (`simulated:`): `step_s` seconds of one step of the whole batch (default 0.01); `steps` of
 one request (default 10); `busy` true = burn a core instead of sleeping; `inputs` names of input
 ports; `ports` {name: {"bytes": size of one chunk (default 32), "every": steps between chunks;
-0 = one chunk at the end (default)}}; `facts` reported by every request; `load_s` seconds to load.
+0 = one chunk at the end (default), "kind": tensor (default), text or image}}; `facts` reported by every request; `load_s` seconds to load.
 A request whose inputs stream makes one step for each chunk of its first streamed port.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +31,7 @@ from omni_rt_workers.engines.echo import prompt_of
 class PortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int = 32
     every: int = 0
+    kind: Literal["tensor", "text", "image"] = "tensor"
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +69,7 @@ class SimulatedEngine:
     def load(self, say: Say) -> Ports:
         say("loading weights", 0.5)
         self._work(self._options.load_s)
-        kind_of = {"text": "text"}
-        outputs = [PortSpec(name, kind_of.get(name, "tensor")) for name in self._options.ports]  # type: ignore[arg-type]
+        outputs = [PortSpec(name, _kind(name, port)) for name, port in self._options.ports.items()]
         return Ports(
             inputs=tuple(PortSpec(name, "tensor") for name in self._options.inputs),
             outputs=tuple(outputs),
@@ -121,8 +123,12 @@ class SimulatedEngine:
                 work.sent[port] = number + 1
                 seen = self._seen(task, work, at_end=at_end)
                 mark = digest(self._spec.name, port, number, prompt_of(task), seen)
-                if port == "text":
+                if _kind(port, options) == "text":
                     self._out.text(task, mark.hex(), (number,))
+                elif task.emit[port].encode:
+                    seed = int(task.values.get("seed", 0))
+                    meta = {"media_type": "image/png", "width": 8, "height": 8, "seed": seed}
+                    self._out.put_bytes(task, port, _png(mark[:3], 8), last=at_end, meta=meta)
                 else:
                     data = mark * -(-options.bytes // len(mark))
                     self._out.put_bytes(task, port, data[: options.bytes])
@@ -167,6 +173,22 @@ class SimulatedEngine:
     def close(self) -> None:
         self._running.clear()
         self._waiting.clear()
+
+
+def _kind(name: str, options: PortOptions) -> Literal["tensor", "text", "image"]:
+    return "text" if name == "text" else options.kind
+
+
+def _png(color: bytes, side: int) -> bytes:
+    """A square PNG of one RGB color (PNG specification, third edition, sections 5 and 11)."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = (b"\0" + color * side) * side
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def digest(stage: str, port: str, number: int, prompt: str, seen: Iterable[bytes]) -> bytes:
