@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -235,8 +236,8 @@ def _fits(declared: Any, part: Any) -> bool:
 def _fields_at(path: Path) -> list[str]:
     declared: Any = PipelineConfig
     for part in path:
-        named = {f.encode_name for s in _structs(declared) for f in msgspec.structs.fields(s)}
-        declared = _type_below(declared, str(part) if part in named else None)
+        field = None if typing.get_origin(declared) in (dict, tuple) else str(part)
+        declared = _type_below(declared, field)
     return [f.encode_name for s in _structs(declared) for f in msgspec.structs.fields(s)]
 
 

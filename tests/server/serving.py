@@ -22,7 +22,8 @@ stages:
     engine: simulated
     arena: 4MiB
     queue: 4
-    simulated: {step_s: 0.002, steps: 8, facts: [%(fact)s], ports: {text: {every: 1}, hidden: {bytes: 9000}}}
+    simulated:
+      {step_s: 0.002, steps: 8, facts: [%(fact)s], ports: {text: {every: 1}, hidden: {bytes: 9000}}}
   painter:
     engine: simulated
     arena: 4MiB

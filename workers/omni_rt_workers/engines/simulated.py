@@ -5,8 +5,9 @@ it got, so that a wrong, lost or doubled hand-off shows in the result: see `dige
 
 Options (`simulated:`): `step_s` seconds of one step of the whole batch (default 0.01); `steps` of
 one request (default 10); `busy` true = burn a core instead of sleeping; `inputs` names of input
-ports; `ports` {name: {"bytes": size of one chunk (default 32), "every": steps between chunks;
-0 = one chunk at the end (default), "kind": tensor (default), text or image}}; `facts` reported by every request; `load_s` seconds to load.
+ports; `facts` reported by every request; `load_s` seconds to load; `ports` {name: {"bytes": size of
+one chunk (default 32), "every": steps between chunks; 0 = one chunk at the end (default), "kind":
+tensor (default), text or image}}.
 A request whose inputs stream makes one step for each chunk of its first streamed port.
 """
 
