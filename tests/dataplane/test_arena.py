@@ -38,7 +38,7 @@ def _reserve(writer: BlockWriter, nbytes: int) -> Reservation:
 def test_a_reader_sees_what_was_written(arena: Arena) -> None:
     place = _reserve(BlockWriter(arena, epoch=1), 5)
     place.view[:] = b"hello"
-    assert BlockReader(arena).open(place.offset, place.generation, 5) == b"hello"
+    assert bytes(BlockReader(arena).open(place.offset, place.generation, 5)) == b"hello"
 
 
 def test_an_empty_block_is_a_block(arena: Arena) -> None:
@@ -46,7 +46,7 @@ def test_an_empty_block_is_a_block(arena: Arena) -> None:
     places = [_reserve(writer, 0) for _ in range(3)]
     assert len({place.offset for place in places}) == 3
     for place in places:
-        assert BlockReader(arena).open(place.offset, place.generation, 0) == b""
+        assert bytes(BlockReader(arena).open(place.offset, place.generation, 0)) == b""
         writer.free(place.offset, place.generation)
     assert writer.in_use_bytes == 0
 
@@ -136,7 +136,7 @@ def test_offsets_above_two_gibibytes() -> None:
         place = _reserve(writer, 4)
         assert place.offset > 2 << 30
         place.view[:] = b"high"
-        assert BlockReader(arena).open(place.offset, place.generation, 4) == b"high"
+        assert bytes(BlockReader(arena).open(place.offset, place.generation, 4)) == b"high"
     finally:
         arena.close()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from omni_rt.errors import ProtocolError
+from omni_rt.errors import ProtocolError, StaleRef
 from omni_rt.wire.messages import Payload, TextPiece
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 from omni_rt_workers.memory import Memory
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Reshape = Callable[["torch.Tensor"], "torch.Tensor"]
 """What an edge's `via:` names: called on each tensor, in the consumer's worker."""
@@ -77,13 +80,22 @@ class TaskInputs:
         return [reshape(tensor) for tensor in tensors] if reshape else tensors
 
     def release(self, port: str, count: int) -> None:
+        """Raises `StaleRef` if a block was reused while it was lent; all are given back first."""
         refs = self._refs.get(port, [])
-        self._released += [lease for ref in refs[:count] if (lease := self._lease(ref))]
+        given = [ref for ref in refs[:count] if ref is not None]
         refs[:count] = [None] * min(count, len(refs))
+        self._released += [lease for ref in given if (lease := _lease(ref))]
+        for ref in given:
+            if isinstance(ref, Block):
+                self._memory.check(ref)
 
     def release_all(self) -> None:
-        for port in self._refs:
-            self.release(port, len(self._refs[port]))
+        """The task has ended, so a stale ref has no one left to fail: it is logged."""
+        for port, refs in self._refs.items():
+            try:
+                self.release(port, len(refs))
+            except StaleRef:
+                log.exception("input '%s' was overwritten while it was lent", port)
 
     def _view(self, ref: Payload | TextPiece) -> memoryview:
         if isinstance(ref, Inline | Block):
@@ -108,12 +120,10 @@ class TaskInputs:
             return tensor
         raise ProtocolError(f"a {type(ref).__name__} cannot be made a tensor here")
 
-    def _lease(self, ref: Payload | TextPiece | None) -> Lease | None:
-        if isinstance(ref, Block):
-            self._memory.check(ref)
-            return ref.arena, ref.offset, ref.generation
-        if isinstance(ref, Local):
-            return ref.arena, ref.offset, ref.generation
-        if isinstance(ref, DeviceBlock):
-            return ref.pool, ref.offset, ref.generation
-        return None
+
+def _lease(ref: Payload | TextPiece) -> Lease | None:
+    if isinstance(ref, Block | Local):
+        return ref.arena, ref.offset, ref.generation
+    if isinstance(ref, DeviceBlock):
+        return ref.pool, ref.offset, ref.generation
+    return None

@@ -225,7 +225,7 @@ class Loop:
     def _fail_step(self, stage: HostedStage, error: Exception) -> None:
         """The step's error belongs to the tasks that were in it; the stage itself goes on."""
         log.exception("stage %s: a step failed", stage.spec.name)
-        ended = set(stage.outbox.ended)
+        ended = {*stage.outbox.ended, *stage.outbox.overflowed}
         for task in [task for task in stage.tasks.values() if task not in ended]:
             stage.engine.abort(task)
             stage.outbox.fail(task, error)

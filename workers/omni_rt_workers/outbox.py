@@ -40,6 +40,7 @@ class _Waiting:
     """One chunk that has not found room yet, its bytes in ordinary memory."""
 
     port: str
+    seq: int
     dtype: str
     shape: tuple[int, ...]
     data: bytes
@@ -96,8 +97,12 @@ class StageOutbox:
 
         if port not in task.emit:
             return
-        out = self.reserve(task, port, tuple(tensor.shape), dtype_name(tensor.dtype))
-        out.copy_(tensor)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        if task.emit[port].transport == "local" and tensor.numel():
+            # On its device; a copy, for the engine may write into its own one at the next step.
+            self._keep(task, port, dtype, shape, tensor.detach().clone(), last)
+            return
+        self.reserve(task, port, shape, dtype).copy_(tensor.detach())
         self.publish(task, port, last=last)
 
     def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -105,9 +110,10 @@ class StageOutbox:
 
         nbytes = nbytes_of(dtype, shape)
         book = self._book(task)
+        self._take_back(book, port)
         place = None
         if task.emit[port].transport == "shm" and nbytes > self._inline_limit:
-            place = None if book.waiting else self._room(task, port, nbytes)
+            place = None if book.waiting or book.dead else self._room(port, nbytes)
         tensor = empty(dtype, shape) if place is None else as_tensor(place.view, dtype, shape)
         book.reserved[port] = _Reserved(dtype, shape, place, tensor)
         return tensor
@@ -118,14 +124,14 @@ class StageOutbox:
         from omni_rt_workers.tensors import to_bytes
 
         book = self._book(task)
+        if book.dead:  # what is reserved goes back when the loop has aborted the task
+            return
         held = book.reserved.pop(port)
         if held.place is not None:
             ref = self._lend(port, held.place, held.dtype, held.shape)
             self._chunk_or_wait(task, port, ref, last, meta)
         elif task.emit[port].transport == "local" and nbytes_of(held.dtype, held.shape):
-            key = self._memory.keep(held.tensor)
-            local = Local(self._memory.arena_id, key, key, held.dtype, held.shape)
-            self._chunk_or_wait(task, port, local, last, meta)
+            self._keep(task, port, held.dtype, held.shape, held.tensor, last, meta)
         else:
             data = to_bytes(held.tensor)
             self._send_bytes(task, port, held.dtype, held.shape, data, last, meta)
@@ -140,8 +146,8 @@ class StageOutbox:
         meta: dict[str, Any] | None = None,
     ) -> None:
         if port in task.emit:
-            shape = (len(data),)
-            self._send_bytes(task, port, "uint8", shape, data, last, meta)
+            data = memoryview(data).cast("B")
+            self._send_bytes(task, port, "uint8", (len(data),), data, last, meta)
 
     def progress(self, task: Task, step: int, total: int) -> None:
         self._item_or_wait(task, StepProgress(task.request, task.attempt, step, total))
@@ -171,9 +177,9 @@ class StageOutbox:
     def forget(self, task: Task) -> None:
         """The task was aborted: nothing of it may be sent any more."""
         book = self._books.pop(task, None)
-        for held in book.reserved.values() if book else ():
-            if held.place is not None:
-                self._memory.writer.free(held.place.offset, held.place.generation)
+        if book is not None:
+            self._take_back(book)
+            self._drop_waiting(book)
 
     def freed(self, offset: int, generation: int) -> bool:
         """Main gave a block back. True if it was one of this stage's."""
@@ -202,17 +208,34 @@ class StageOutbox:
             book = self._books[task] = _Ledger()
         return book
 
-    def _room(self, task: Task, port: str, nbytes: int) -> Reservation | None:
+    def _room(self, port: str, nbytes: int) -> Reservation | None:
         """A place for a payload, or None if its port's credit or the arena is used up."""
         writer = self._memory.writer
-        if not writer.fits(nbytes):
-            self._overflow(task, port, nbytes)
-            return None
         used = self._used.get(port, 0)
         credit = self._credits.get(port, writer.capacity_bytes)
         if used and used + nbytes > credit:  # one payload may always be under way
             return None
-        return writer.reserve(nbytes)
+        place = writer.reserve(nbytes)
+        if place is not None:
+            self._used[port] = used + nbytes
+        return place
+
+    def _take_back(self, book: _Ledger, port: str | None = None) -> None:
+        """What was reserved and never published, on one port or on all."""
+        for name in [port] if port is not None else list(book.reserved):
+            held = book.reserved.pop(name, None)
+            if held is not None and held.place is not None:
+                self._used[name] -= held.place.nbytes
+                self._memory.writer.free(held.place.offset, held.place.generation)
+
+    def _drop_waiting(self, book: _Ledger) -> None:
+        for item in book.waiting:
+            ref = item.data if isinstance(item, Chunk) else None
+            if isinstance(ref, Block):  # lent already, but main has never heard of it
+                self.freed(ref.offset, ref.generation)
+            elif isinstance(ref, Local):
+                self._memory.drop(ref.offset)
+        book.waiting.clear()
 
     def _overflow(self, task: Task, port: str, nbytes: int) -> None:
         error = StageFailed(
@@ -223,16 +246,31 @@ class StageOutbox:
             hint=f"raise stages.{self._stage}.arena",
         )
         book = self._book(task)
-        if not book.dead:
-            book.waiting.clear()
-            self._items.append(failed(task, error))
-            book.dead = True
-            self.overflowed.append(task)
+        self._drop_waiting(book)
+        self._items.append(failed(task, error))
+        book.dead = True
+        self.overflowed.append(task)
 
     def _lend(self, port: str, place: Reservation, dtype: str, shape: tuple[int, ...]) -> Block:
-        self._used[port] = self._used.get(port, 0) + place.nbytes
         self._lent[place.offset, place.generation] = (port, place.nbytes)
         return Block(self._memory.arena_id, place.offset, place.generation, dtype, shape)
+
+    def _keep(
+        self,
+        task: Task,
+        port: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        thing: torch.Tensor | memoryview,
+        last: bool,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        """Hand the object itself on: both ends of the edge are in this worker."""
+        if self._book(task).dead:
+            return
+        key = self._memory.keep(thing)
+        local = Local(self._memory.arena_id, key, key, dtype, shape)
+        self._chunk_or_wait(task, port, local, last, meta)
 
     def _send_bytes(
         self,
@@ -244,17 +282,26 @@ class StageOutbox:
         last: bool,
         meta: dict[str, Any] | None,
     ) -> None:
-        payload = None
-        if not self._book(task).waiting:
-            payload = self._payload(task, port, dtype, shape, data)
+        book = self._book(task)
+        if book.dead:
+            return
+        inline = len(data) <= self._inline_limit
+        if task.emit[port].transport == "local" and not inline:
+            # Writable, so that each reader's tensor is a view of it.
+            self._keep(task, port, dtype, shape, memoryview(bytearray(data)), last, meta)
+            return
+        if not inline and not self._memory.writer.fits(len(data)):
+            self._overflow(task, port, len(data))
+            return
+        payload = None if book.waiting else self._payload(port, dtype, shape, data)
         if payload is not None:
             self._chunk_or_wait(task, port, payload, last, meta)
         else:
-            self._wait(task, _Waiting(port, dtype, shape, bytes(data), last, meta))
+            seq = self._next_seq(task, port)
+            self._wait(task, _Waiting(port, seq, dtype, shape, bytes(data), last, meta))
 
     def _payload(
         self,
-        task: Task,
         port: str,
         dtype: str,
         shape: tuple[int, ...],
@@ -262,10 +309,7 @@ class StageOutbox:
     ) -> Payload | None:
         if len(data) <= self._inline_limit:
             return Inline(dtype, shape, bytes(data))
-        if task.emit[port].transport == "local":
-            key = self._memory.keep(memoryview(bytes(data)))
-            return Local(self._memory.arena_id, key, key, dtype, shape)
-        place = self._room(task, port, len(data))
+        place = self._room(port, len(data))
         if place is None:
             return None
         place.view[:] = data
@@ -279,10 +323,14 @@ class StageOutbox:
         last: bool = False,
         meta: dict[str, Any] | None = None,
     ) -> None:
+        seq = self._next_seq(task, port)
+        self._item_or_wait(task, Chunk(task.request, task.attempt, port, seq, data, last, meta))
+
+    def _next_seq(self, task: Task, port: str) -> int:
         seqs = self._book(task).seq
         seq = seqs.get(port, 0)
         seqs[port] = seq + 1
-        self._item_or_wait(task, Chunk(task.request, task.attempt, port, seq, data, last, meta))
+        return seq
 
     def _item_or_wait(self, task: Task, item: StepItem) -> None:
         book = self._book(task)
@@ -294,10 +342,7 @@ class StageOutbox:
             self._items.append(item)
 
     def _wait(self, task: Task, chunk: _Waiting) -> None:
-        book = self._book(task)
-        waiting = book.waiting
-        if book.dead:
-            return
+        waiting = self._book(task).waiting
         if not waiting:
             writer = self._memory.writer
             free = writer.capacity_bytes - writer.in_use_bytes
@@ -308,16 +353,14 @@ class StageOutbox:
 
     def _flush(self, task: Task) -> None:
         book = self._books[task]
-        while book.waiting and not book.dead:
+        while book.waiting:
             item = book.waiting[0]
             if isinstance(item, _Waiting):
-                payload = self._payload(task, item.port, item.dtype, item.shape, item.data)
+                payload = self._payload(item.port, item.dtype, item.shape, item.data)
                 if payload is None:
                     return
-                seq = book.seq.get(item.port, 0)
-                book.seq[item.port] = seq + 1
                 item = Chunk(
-                    task.request, task.attempt, item.port, seq, payload, item.last, item.meta
+                    task.request, task.attempt, item.port, item.seq, payload, item.last, item.meta
                 )
             book.waiting.popleft()
             self._items.append(item)
@@ -326,11 +369,13 @@ class StageOutbox:
         task.held = False
 
     def _end(self, task: Task, item: Finished | Failed) -> None:
-        if self._book(task).dead:
+        book = self._book(task)
+        if book.dead:
             return
+        self._take_back(book)
         self._item_or_wait(task, item)
         self.ended.append(task)
-        if not self._book(task).waiting:
+        if not book.waiting:
             self.forget(task)
 
 
