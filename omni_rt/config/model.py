@@ -32,6 +32,7 @@ class RestartConfig(_Value, frozen=True):
     max_deaths: Count = 5  # in a row, without a finished request: then the stage is down
     backoff_s: Seconds = 0.5  # before the first restart; doubles with every death in a row
     backoff_max_s: Seconds = 30.0
+    wait_s: Seconds = 8.0  # how long requests wait for a stage that is being restarted
 
 
 class HiddenConfig(_Value, frozen=True):

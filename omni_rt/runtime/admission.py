@@ -52,10 +52,16 @@ class Admission:
     def unavailable(self, stage: str) -> StageUnavailable | None:
         """Why nobody can be served by the stage now or soon, or None."""
         workers = [w for w in self._supervisor.workers if stage in w.stages]
+        last = next((w.error for w in workers if w.error), "no last words")
         if all(worker.down for worker in workers):
-            last = next((w.error for w in workers if w.error), "no last words")
             return StageUnavailable(
                 f"stage {stage} is down: its process died too often ({last})", stage=stage
+            )
+        if all(worker.down or worker.waited_out for worker in workers):
+            return StageUnavailable(
+                f"stage {stage} is being restarted after its process died ({last})",
+                stage=stage,
+                hint="try again in some seconds",
             )
         if self._stages[stage].ports is None:
             phase, fraction = workers[0].phase.get(stage, ("starting", 0.0))

@@ -137,6 +137,8 @@ class Core:
         due = self.supervisor.due(now)
         fx.spawn += due.spawn
         fx.kill += due.kill
+        if due.waited_out:
+            self._fail_stranded(fx, now)
         for worker in due.ping:
             fx.to(worker.identity).append(Ping(next(self._ping)))
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -515,7 +517,7 @@ class Core:
                 port.given_up = len(port.pieces)
 
     def _fail_stranded(self, fx: Effects, now: float) -> None:
-        """Requests that need a stage that is down end at once."""
+        """Requests that need a stage that is down, or away for too long, end at once."""
         for flow in list(self.flows.values()):
             for run in flow.runs.values():
                 if not run.over and (error := self.admission.unavailable(run.stage)):

@@ -43,6 +43,8 @@ class Worker:
     last_heard: float = 0.0
     pinged_at: float = 0.0
     next_start: float = 0.0
+    died_at: float | None = None  # since then it is not ready
+    waited_out: bool = False  # longer than requests wait for it
     deaths_in_row: int = 0
     restarts: int = 0
     ever_ready: bool = False
@@ -70,6 +72,7 @@ class Due:
     spawn: list[Worker] = field(default_factory=list)
     kill: list[Worker] = field(default_factory=list)  # `error` says why
     ping: list[Worker] = field(default_factory=list)
+    waited_out: bool = False  # requests have waited long enough for a worker that is gone
 
 
 class Supervisor:
@@ -115,6 +118,8 @@ class Supervisor:
         worker.state = WorkerState.READY
         worker.ever_ready = True
         worker.error = None
+        worker.died_at = None
+        worker.waited_out = False
         return True
 
     def served(self, worker: Worker) -> None:
@@ -134,6 +139,7 @@ class Supervisor:
             worker.state = WorkerState.BACKOFF
             backoff = worker.restart.backoff_s * 2**worker.deaths_in_row
             worker.next_start = now + min(backoff, worker.restart.backoff_max_s)
+            worker.died_at = now if worker.died_at is None else worker.died_at
             worker.deaths_in_row += 1
             worker.restarts += 1
 
@@ -144,6 +150,9 @@ class Supervisor:
         if self._asked_for is not None and now - self._asked_for > _LATE_S:
             self._forgive(now)
         for worker in self.workers:
+            over = _wait_over(worker)
+            if over is not None and over <= now:
+                worker.waited_out = due.waited_out = True
             if worker.state is WorkerState.BACKOFF and worker.next_start <= now:
                 due.spawn.append(worker)
             elif worker.killed:
@@ -159,7 +168,7 @@ class Supervisor:
         """When `due` is to be asked next."""
         if self.stopping:
             return None
-        times: list[float] = []
+        times = [over for worker in self.workers if (over := _wait_over(worker)) is not None]
         for worker in self.workers:
             if worker.state is WorkerState.BACKOFF:
                 times.append(worker.next_start)
@@ -193,6 +202,13 @@ class Supervisor:
 
     def _next_check(self, worker: Worker) -> float:
         return worker.pinged_at + (self._stall_s if _unanswered(worker) else self._heartbeat_s)
+
+
+def _wait_over(worker: Worker) -> float | None:
+    """When requests have waited long enough for a worker that is gone, if that is still to come."""
+    if worker.died_at is None or worker.waited_out:
+        return None
+    return worker.died_at + worker.restart.wait_s
 
 
 def _unanswered(worker: Worker) -> bool:

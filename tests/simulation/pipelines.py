@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 from omni_rt.config import PipelineConfig, parse_pipeline
@@ -53,14 +54,17 @@ edges:
   - dit.latents -> vae.latents
 outputs: {image: vae.image}
 """
-_RESTART = "restart: {max_deaths: 4, backoff_s: 0.05, backoff_max_s: 1}"
+_RESTART = "restart: {max_deaths: 4, backoff_s: 0.05, backoff_max_s: 1, wait_s: %s}"
 
 
 def draw(rng: random.Random) -> PipelineConfig:
     text = rng.choice([CHAIN, STREAM, DIAMOND, SHARED])
     if text is CHAIN:
         text = text % {"facts": rng.choice(["[image]", "[image]", "[]"])}
-    text = text.replace("engine: simulated,", f"engine: simulated, {_RESTART},")
+    restart = _RESTART % rng.choice([0.2, 2, 60])
+    text = text.replace("engine: simulated,", f"engine: simulated, {restart},")
+    if rng.random() < 0.2:
+        text = re.sub("queue: [0-9]+", "queue: 0", text)
     return parse_pipeline(f"heartbeat_s: 5\nstall_s: 3\nload_stall_s: 5\n{text}", "simulated.yaml")
 
 

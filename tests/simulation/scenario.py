@@ -78,7 +78,7 @@ async def _scenario(loop: VirtualLoop, report: Report) -> None:
             report.problems.append(f"did not load without a fault: {error}")
     else:
         async with asyncio.TaskGroup() as group:
-            for number in range(rng.randint(1, 12)):
+            for number in range(rng.choice([rng.randint(1, 12), 30])):
                 client = Client(omni, config, fate, report, number, random.Random(rng.random()))
                 group.create_task(client.run())
         fate.die = fate.stall = 0.0
@@ -179,6 +179,8 @@ class Client:
 
     def _refused(self, error: OmniError) -> None:
         self.report.count(error.kind)
+        if isinstance(error, Overloaded) and self.omni.status().live < 3:
+            self._problem(f"refused although there was room: {error}")
         if isinstance(error, StageUnavailable) and not self.fate.deaths + self.fate.stalls:
             self._problem(f"refused without a fault: {error}")
 
