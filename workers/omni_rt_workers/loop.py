@@ -48,6 +48,8 @@ class HostedStage:
     outbox: StageOutbox
     via: dict[str, Reshape]
     tasks: dict[str, Task] = field(default_factory=dict)  # by request id
+    step_s: float = 0.0  # of the step whose items have not been sent yet
+    batch: int = 0
 
 
 class Loop:
@@ -97,11 +99,18 @@ class Loop:
         return all(stage.engine.idle for stage in self._stages.values())
 
     def turn(self, *, block: bool) -> None:
-        """One turn: take what arrived, let every stage that can step, send what came out."""
+        """One turn: take what arrived, let every stage that can step, send what came out.
+
+        Each step's output leaves before the next step begins, and so does what the messages alone
+        brought about: leases given back, chunks that have found room, answers to pings.
+        """
         for message in self._channel.receive(block=block):
             self.take(message)
-        steps = [step for stage in self._stages.values() if (step := self._step(stage))]
-        self._flush(steps)
+        self._flush()
+        for stage in self._stages.values():
+            if not stage.engine.idle:
+                self._step(stage)
+                self._flush()
 
     def take(self, message: ToWorker) -> None:
         match message:
@@ -207,20 +216,16 @@ class Loop:
 
     # ---- stepping
 
-    def _step(self, stage: HostedStage) -> Step | None:
+    def _step(self, stage: HostedStage) -> None:
         started = self._clock()
-        batch = len(stage.tasks)
-        if not stage.engine.idle:
-            self.counters["steps"] += 1
-            try:
-                stage.engine.step()
-            except Exception as error:
-                self._fail_step(stage, error)
-            self._settle(stage)
-        items = stage.outbox.take_items()
-        if not items:
-            return None
-        return Step(stage.spec.name, items, self._clock() - started, batch)
+        stage.batch = len(stage.tasks)
+        self.counters["steps"] += 1
+        try:
+            stage.engine.step()
+        except Exception as error:
+            self._fail_step(stage, error)
+        self._settle(stage)
+        stage.step_s = self._clock() - started
 
     def _fail_step(self, stage: HostedStage, error: Exception) -> None:
         """The step's error belongs to the tasks that were in it; the stage itself goes on."""
@@ -246,13 +251,19 @@ class Loop:
             del stage.tasks[task.request]
         _own(task).release_all()
 
-    def _flush(self, steps: list[Step]) -> None:
-        out: list[ToMain] = [*steps, *self._extra]
-        self._extra.clear()
+    def _flush(self) -> None:
+        """Send all there is to say, in one frame."""
+        out: list[ToMain] = []
         for stage in self._stages.values():
-            stalls = stage.outbox.take_stalls()
-            self.counters["stalls"] += len(stalls)
-            out += stalls
+            if items := stage.outbox.take_items():
+                out.append(Step(stage.spec.name, items, stage.step_s, stage.batch))
+                stage.step_s, stage.batch = 0.0, 0
+            if stalls := stage.outbox.take_stalls():
+                self.counters["stalls"] += len(stalls)
+                out += stalls
+        if self._extra:
+            out += self._extra
+            self._extra.clear()
         if self._released:
             out.append(Released(self._released.copy()))
             self._released.clear()
