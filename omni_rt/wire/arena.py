@@ -14,7 +14,6 @@ another block's bytes.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import fcntl
@@ -24,6 +23,7 @@ import struct
 from dataclasses import dataclass
 
 from omni_rt.errors import OmniError, ProtocolError, StaleRef
+from omni_rt.wire.spans import FreeSpans
 
 HEADER_BYTES = 64
 _ALIGN_BYTES = 64
@@ -138,16 +138,14 @@ class Reservation:
 
 
 class BlockWriter:
-    """The allocator of an arena, in its one writing process. Best fit, neighbours coalesce."""
+    """The allocator of an arena, in its one writing process."""
 
     def __init__(self, arena: Arena, epoch: int, *, poison: bool = False) -> None:
         self._arena = arena
         self._generation = epoch << _COUNTER_BITS
         self._poison = poison
         self._blocks: dict[int, tuple[int, int, int]] = {}  # payload offset -> generation, n, span
-        self._by_size: list[tuple[int, int]] = [(arena.size_bytes, 0)]  # free: (span, start)
-        self._span_at: dict[int, int] = {0: arena.size_bytes}  # free: start -> span
-        self._start_of: dict[int, int] = {arena.size_bytes: 0}  # free: end -> start
+        self._free = FreeSpans(arena.size_bytes)
         self.capacity_bytes = arena.size_bytes
         self.in_use_bytes = 0  # headers and padding included
 
@@ -164,13 +162,9 @@ class BlockWriter:
     def reserve(self, nbytes: int) -> Reservation | None:
         """A block to write into, or None if there is no room for it now."""
         span = _span(nbytes)
-        at = bisect.bisect_left(self._by_size, (span, 0))
-        if at == len(self._by_size):
+        start = self._free.take(span)
+        if start is None:
             return None
-        free, start = self._by_size[at]
-        self._take(free, start)
-        if free > span:
-            self._give(free - span, start + span)
         self._generation += 1
         self.in_use_bytes += span
         offset = start + HEADER_BYTES
@@ -192,26 +186,7 @@ class BlockWriter:
         if self._poison:
             self._arena.view(offset, nbytes)[:] = bytes([_POISON]) * nbytes
         self.in_use_bytes -= span
-        before = self._start_of.get(start)
-        if before is not None:
-            length = self._span_at[before]
-            self._take(length, before)
-            start, span = before, span + length
-        after = self._span_at.get(start + span)
-        if after is not None:
-            self._take(after, start + span)
-            span += after
-        self._give(span, start)
-
-    def _take(self, span: int, start: int) -> None:
-        del self._by_size[bisect.bisect_left(self._by_size, (span, start))]
-        del self._span_at[start]
-        del self._start_of[start + span]
-
-    def _give(self, span: int, start: int) -> None:
-        bisect.insort(self._by_size, (span, start))
-        self._span_at[start] = span
-        self._start_of[start + span] = start
+        self._free.give(start, span)
 
 
 class BlockReader:

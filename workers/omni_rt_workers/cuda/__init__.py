@@ -1,0 +1,1 @@
+"""Tensors that cross processes on the device: a pool shared by IPC, ordered by events."""

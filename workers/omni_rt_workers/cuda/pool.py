@@ -1,0 +1,184 @@
+"""The writer's side of a device pool: one allocation, cut into slots, that others read by IPC.
+
+A block takes one or more neighbouring slots and goes by its first one. Each slot has one event
+`written` and, for each reader, one event `read`. They are made once, with the pool: a hand-off
+makes nothing, exports nothing, and no one waits on the host.
+
+A freed slot can be reserved at once: `reserve` lets the writer's stream wait for the readers'
+events, so that a reader need not finish reading before it gives its lease back. Why that is enough,
+although events are recorded again with every use of their slot: who reserves waits for all events
+of the slots' last block before it writes, `written` is recorded after that, and readers record
+`read` after having waited for `written`. So each event of a slot stands for all earlier uses too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omni_rt.errors import ProtocolError, StaleRef
+from omni_rt.wire.messages import AttachPool
+from omni_rt.wire.spans import FreeSpans
+from omni_rt_workers.cuda.driver import Address, DeviceDriver, Event, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+# Smaller allocations share their page with others, and a handle exposes the whole page.
+GRANULE_BYTES = 2 << 20
+# 64 slots and 128 events in a pool of 128 MiB with one reader. The driver has some 20,000
+# interprocess events; a slot is also the least that a block takes.
+SLOT_BYTES = 2 << 20
+_COUNTER_BITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A block that was reserved and not freed yet."""
+
+    offset: int  # bytes from the pool's start
+    nbytes: int
+    generation: int
+    slot: int
+    address: Address
+    stream: Stream  # the block is written in this stream's order
+
+
+@dataclass(slots=True)
+class _Block:
+    place: Place
+    slots: int
+    published: bool = False
+
+
+class DevicePool:
+    """One thread of one process. `readers` is how many processes may ever read from it at once."""
+
+    def __init__(
+        self,
+        driver: DeviceDriver,
+        pool_id: int,
+        device: str,
+        size_bytes: int,
+        *,
+        readers: int,
+        epoch: int,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        self.id = pool_id
+        self.device = device
+        self.capacity_bytes = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
+        self.in_use_bytes = 0  # whole slots
+        self._driver = driver
+        self._slot_bytes = slot_bytes
+        count = self.capacity_bytes // slot_bytes
+        self._free = FreeSpans(count)
+        self._generation = epoch << _COUNTER_BITS
+        self._blocks: dict[int, _Block] = {}  # by offset
+        self._last: list[int | None] = [None] * count  # of each slot: the last block's first slot
+        self._base = driver.allocate(device, self.capacity_bytes)
+        self._written = [driver.create_event(device) for _ in range(count)]
+        self._read = [self._events(count) for _ in range(readers)]
+        self._memory: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"<DevicePool {self.id} {self.in_use_bytes} of {self.capacity_bytes} bytes in use>"
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def attachment(self, reader: int) -> AttachPool:
+        """What the process that reads as number `reader` needs to open the pool."""
+        driver, device = self._driver, self.device
+        events = [*self._written, *self._read[reader]]
+        return AttachPool(
+            pool=self.id,
+            size_bytes=self.capacity_bytes,
+            device=device,
+            handle=driver.export(device, self._base),
+            events=[driver.export_event(device, event) for event in events],
+        )
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a payload of that size fits the empty pool."""
+        return self._span(nbytes) <= len(self._last)
+
+    def reserve(self, nbytes: int, stream: Stream) -> Place | None:
+        """A block to write into on `stream`, or None if there is no room for it now."""
+        span = self._span(nbytes)
+        slot = self._free.take(span)
+        if slot is None:
+            return None
+        for last in {last for last in self._last[slot : slot + span] if last is not None}:
+            for event in self._events_of(last):
+                self._driver.wait(event, stream)
+        self._generation += 1
+        self.in_use_bytes += span * self._slot_bytes
+        offset = slot * self._slot_bytes
+        place = Place(offset, nbytes, self._generation, slot, self._base + offset, stream)
+        self._blocks[offset] = _Block(place, span)
+        return place
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The block as a uint8 tensor, to be written on the place's stream."""
+        if self._memory is None:
+            self._memory = self._driver.tensor(self.device, self._base, self.capacity_bytes)
+        return self._memory[place.offset : place.offset + place.nbytes]
+
+    def publish(self, place: Place) -> None:
+        """All has been written, or will have been in the stream's order: readers may come."""
+        block = self._find(place.offset, place.generation)
+        if block.published:
+            raise ProtocolError(f"block {place.generation} of pool {self.id} is published already")
+        self._driver.record(self._written[place.slot], place.stream)
+        block.published = True
+
+    def free(self, offset: int, generation: int) -> None:
+        """Give a block back: all readers have released it, or it was never published.
+
+        Raises `StaleRef` if it is not that block any more.
+        """
+        block = self._find(offset, generation)
+        place = block.place
+        if not block.published:  # what has been written of it comes before the next use too
+            self._driver.record(self._written[place.slot], place.stream)
+        del self._blocks[offset]
+        self.in_use_bytes -= block.slots * self._slot_bytes
+        self._last[place.slot : place.slot + block.slots] = [place.slot] * block.slots
+        self._free.give(place.slot, block.slots)
+
+    def reader_died(self, reader: int) -> None:
+        """Its process is gone, and its work on the device with it: wait for its events no more.
+
+        Call this when its pidfd says so, before its blocks are freed, and not on a timeout: a
+        reader that is only late would read the next block's bytes. The number is free again.
+        """
+        old = self._read[reader]
+        self._read[reader] = self._events(len(old))
+        for event in old:
+            self._driver.destroy_event(event)
+
+    def close(self) -> None:
+        """Give the memory back. No reader may have it open any more."""
+        self._memory = None
+        for event in [*self._written, *(event for events in self._read for event in events)]:
+            self._driver.destroy_event(event)
+        self._driver.free(self.device, self._base)
+
+    def _events(self, count: int) -> list[Event]:
+        return [self._driver.create_event(self.device) for _ in range(count)]
+
+    def _events_of(self, slot: int) -> list[Event]:
+        return [self._written[slot], *(events[slot] for events in self._read)]
+
+    def _find(self, offset: int, generation: int) -> _Block:
+        block = self._blocks.get(offset)
+        if block is None or block.place.generation != generation:
+            was = block.place.generation if block else "nothing"
+            raise StaleRef(
+                f"block {generation} at {offset} of pool {self.id} is gone: it holds {was}"
+            )
+        return block
+
+    def _span(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self._slot_bytes))

@@ -1,0 +1,124 @@
+"""A reader's side of a device pool: opened once, read in place, ordered by events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_rt.errors import ProtocolError, StaleRef
+from omni_rt.wire.messages import AttachPool
+from omni_rt.wire.tensors import DeviceBlock
+from omni_rt_workers.cuda.driver import Address, DeviceDriver, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DevicePoolReader:
+    """One process's view of another's pool, on `device`: the pool's own or a peer of it."""
+
+    def __init__(self, driver: DeviceDriver, attach: AttachPool, device: str) -> None:
+        if len(attach.events) % 2:
+            raise ProtocolError(f"pool {attach.pool} has {len(attach.events)} events, not pairs")
+        self.id = attach.pool
+        self.device = device
+        self.open_blocks = 0
+        self._driver = driver
+        self._size_bytes = attach.size_bytes
+        self._base = driver.open(device, attach.handle)
+        # Opened where they are waited for: waiting for an event of another device's can hang.
+        events = [driver.open_event(device, handle) for handle in attach.events]
+        count = len(events) // 2
+        self._written, self._read = events[:count], events[count:]
+        self._newest = [0] * count  # generation last seen in each slot
+        self._recorded: dict[int, tuple[int, Stream]] = {}  # slot -> generation, stream
+        self._streams: set[Stream] = set()  # all that ever read from here
+        self._memory: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"<DevicePoolReader {self.id} {self.open_blocks} blocks open>"
+
+    def open(self, ref: DeviceBlock, stream: Stream) -> OpenBlock:
+        """The block, for one lease on it: `release` what this returns.
+
+        What `stream` is given from now on sees what was written. Raises `StaleRef` if a later block
+        has been seen in its slot.
+        """
+        self._check(ref)
+        self._newest[ref.slot] = ref.generation
+        self.open_blocks += 1
+        block = OpenBlock(self, ref, self._base + ref.offset)
+        block.use_on(stream)
+        return block
+
+    def close(self) -> None:
+        """Let go of the pool, before its writer may free it. Waits until nothing reads it."""
+        for stream in self._streams:
+            self._driver.synchronize(stream)
+        self._memory = None
+        for event in [*self._written, *self._read]:
+            self._driver.destroy_event(event)
+        self._driver.close(self.device, self._base)
+
+    def _check(self, ref: DeviceBlock) -> None:
+        end = ref.offset + ref.nbytes
+        if not (0 <= ref.slot < len(self._read) and 0 <= ref.offset and end <= self._size_bytes):
+            raise ProtocolError(f"slot {ref.slot}, [{ref.offset}, {end}) is not in pool {self.id}")
+        if ref.generation < self._newest[ref.slot]:
+            raise StaleRef(
+                f"block {ref.generation} of pool {self.id} is gone: "
+                f"slot {ref.slot} holds {self._newest[ref.slot]}"
+            )
+
+    def _wait(self, slot: int, stream: Stream) -> None:
+        self._driver.wait(self._written[slot], stream)
+        self._streams.add(stream)
+
+    def _record(self, ref: DeviceBlock, stream: Stream) -> None:
+        event = self._read[ref.slot]
+        generation, before = self._recorded.get(ref.slot, (0, stream))
+        if generation == ref.generation and before != stream:
+            # An event stands for its last record only: this one must come after the one before.
+            self._driver.wait(event, stream)
+        self._driver.record(event, stream)
+        self._recorded[ref.slot] = (ref.generation, stream)
+
+    def _tensor(self, ref: DeviceBlock) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = self._driver.tensor(self.device, self._base, self._size_bytes)
+        return self._memory[ref.offset : ref.offset + ref.nbytes]
+
+
+class OpenBlock:
+    """One lease on a block, and the streams on which it is read."""
+
+    def __init__(self, reader: DevicePoolReader, ref: DeviceBlock, address: Address) -> None:
+        self.ref = ref
+        self.address = address
+        self._reader: DevicePoolReader | None = reader
+        self._streams: list[Stream] = []
+
+    def use_on(self, stream: Stream) -> None:
+        """The block is read on this stream too."""
+        if stream not in self._streams:
+            self._held()._wait(self.ref.slot, stream)
+            self._streams.append(stream)
+
+    def tensor(self) -> torch.Tensor:
+        """As uint8: read only, valid until `release`, on the streams that it was opened for."""
+        return self._held()._tensor(self.ref)
+
+    def release(self) -> None:
+        """Nothing that reads the block will be given to any stream any more.
+
+        What was given may still be under way: the writer waits for it, through the event.
+        """
+        reader = self._held()
+        for stream in self._streams:
+            reader._record(self.ref, stream)
+        reader.open_blocks -= 1
+        self._reader = None
+
+    def _held(self) -> DevicePoolReader:
+        if self._reader is None:
+            raise StaleRef(f"block {self.ref.generation} of pool {self.ref.pool} was released")
+        return self._reader
