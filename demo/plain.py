@@ -75,7 +75,7 @@ class Model:
 
 def load(folder: Path = SHAPES) -> Model:
     painter = ZImagePipeline.from_pretrained(
-        folder / "painter", text_encoder=None, tokenizer=None, torch_dtype=torch.float32
+        folder / "painter", text_encoder=None, tokenizer=None, dtype=torch.float32
     )
     painter.set_progress_bar_config(disable=True)
     writer = AutoModelForCausalLM.from_pretrained(folder / "writer", dtype=torch.float32)

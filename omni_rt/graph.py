@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omni_rt.config import PipelineConfig, StreamConfig
+from omni_rt.config.wiring import Ends, find_fault, topological
 from omni_rt.errors import BadRequest, ConfigError, nearest
 
 
@@ -45,9 +46,11 @@ class Graph:
     ) -> None:
         self.edges = edges
         self.outputs = outputs
-        self.order = _topological(stages, edges)
+        ends = [Ends(f"{e.source}.{e.source_port}", f"{e.target}.{e.target_port}") for e in edges]
+        if fault := find_fault(stages, ends):
+            raise ConfigError(fault.what, hint=fault.hint)
+        self.order = topological(stages, ends)
         self._plans: dict[tuple[str, ...], Plan] = {}
-        _check_inputs(edges)
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Graph:
@@ -94,40 +97,6 @@ class Graph:
             tuple(edge for edge in self.edges if edge.target in needed),
             {name: self.outputs[name] for name in wanted},
         )
-
-
-def _topological(stages: tuple[str, ...], edges: tuple[Edge, ...]) -> tuple[str, ...]:
-    """The stages so that every edge leads on; among equals in the file's order."""
-    order: list[str] = []
-    left = list(stages)
-    while left:
-        free = [s for s in left if not any(e.target == s and e.source in left for e in edges)]
-        if not free:
-            raise ConfigError(f"the edges form a cycle: {_cycle(left, edges)}")
-        order += free
-        left = [stage for stage in left if stage not in free]
-    return tuple(order)
-
-
-def _cycle(left: list[str], edges: tuple[Edge, ...]) -> str:
-    """One cycle among stages of which each has an edge from another of them."""
-    path = [left[0]]
-    while True:
-        before = next(e.source for e in edges if e.target == path[-1] and e.source in left)
-        if before in path:
-            return " -> ".join(reversed([*path[path.index(before) :], before]))
-        path.append(before)
-
-
-def _check_inputs(edges: tuple[Edge, ...]) -> None:
-    seen: dict[tuple[str, str], Edge] = {}
-    for edge in edges:
-        other = seen.setdefault((edge.target, edge.target_port), edge)
-        if other is not edge:
-            raise ConfigError(
-                f"two edges lead into {edge.target}.{edge.target_port}: '{other}' and '{edge}'",
-                hint="an input takes one; give each an input port of its own",
-            )
 
 
 def _check_port(stage: str, kind: str, port: str, has: set[str]) -> None:

@@ -6,20 +6,64 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from omni_rt.errors import ConfigError
 
 ENGINES = ("echo", "simulated", "vllm", "diffusers")
 AR_ENGINES = ("vllm",)
 
-Name = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*$")]
-Port = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]*\\.[a-z][a-z0-9_]*$")]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Size = Annotated[str, msgspec.Meta(pattern="^[0-9]+(\\.[0-9]+)? ?[KMGT]iB$")]
-Memory = Annotated[str, msgspec.Meta(pattern="^([0-9]+(\\.[0-9]+)? ?[KMGT]iB|[0-9]{1,2}%)$")]
-
+_NAME = r"[a-z][a-z0-9_]*"
+_FUNCTION = r"[\w.]+:\w+"
+_SIZE = r"(?=.*[1-9])[0-9]+(\.[0-9]+)? ?[KMGT]iB"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+# The description is what an error says was expected.
+Name = Annotated[
+    str,
+    Meta(
+        pattern=f"^{_NAME}$",
+        description="a name of lower-case letters, digits and _ that begins with a letter",
+    ),
+]
+Port = Annotated[
+    str,
+    Meta(
+        pattern=rf"^{_NAME}\.{_NAME}$",
+        description="a port, written as stage.port in lower-case letters, digits and _",
+    ),
+]
+Engine = Annotated[
+    str,
+    Meta(
+        pattern=f"^({'|'.join(ENGINES)}|{_FUNCTION})$",
+        description=f"an engine: {', '.join(ENGINES)} or module:function",
+    ),
+]
+Device = Annotated[
+    str,
+    Meta(pattern="^(auto|cpu|cuda:[0-9]+)$", description="a device: auto, cpu or cuda:N"),
+]
+Condition = Annotated[
+    str, Meta(pattern=f"^(not )?{_NAME}$", description="a fact's name, or 'not' and its name")
+]
+Function = Annotated[
+    str, Meta(pattern=f"^{_FUNCTION}$", description="a function, written as module:function")
+]
+Size = Annotated[
+    str, Meta(pattern=f"^{_SIZE}$", description="a size such as 256MiB or 1.5GiB (KiB to TiB)")
+]
+Memory = Annotated[
+    str,
+    Meta(
+        pattern=f"^({_SIZE}|[1-9][0-9]?%)$",
+        description="a size such as 4GiB, or a share of the device such as 40%",
+    ),
+]
+Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
+CountOrZero = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
+Seconds = Annotated[float, Meta(gt=0, description="a number of seconds above 0")]
+SecondsOrZero = Annotated[float, Meta(ge=0, description="a number of seconds, 0 or more")]
 
 
 class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,15 +95,15 @@ class StreamConfig(_Value, frozen=True):
 class StageConfig(_Value, frozen=True, kw_only=True):
     """One stage: an engine on a device."""
 
-    engine: Annotated[str, msgspec.Meta(pattern="^([a-z]+|[\\w.]+:\\w+)$")]  # or module:function
+    engine: Engine
     model: str | None = None  # folder or hub id; default: the pipeline's
     part: str | None = None  # a folder inside the model
-    device: Annotated[str, msgspec.Meta(pattern="^(auto|cpu|cuda:[0-9]+)$")] = "auto"
+    device: Device = "auto"
     replicas: Count = 1
     worker: Name | None = None  # stages with the same name share one process
     memory: Memory | None = None  # for weights and KV cache: "4GiB" or "40%" of the device
     max_batch: Count = 8
-    queue: Annotated[int, msgspec.Meta(ge=0)] = 64  # requests that may wait before `Overloaded`
+    queue: CountOrZero = 64  # requests that may wait before `Overloaded`
     arena: Size = "256MiB"  # shared memory the stage's process writes its outputs to
     sampling: dict[str, Any] = {}  # default request parameters
     steps: Count | None = None  # diffusers: short for sampling.num_inference_steps
@@ -78,9 +122,9 @@ class EdgeConfig(_Value, frozen=True, rename={"source": "from", "target": "to"})
 
     source: Port
     target: Port
-    when: Annotated[str, msgspec.Meta(pattern="^(not )?[a-z][a-z0-9_]*$")] | None = None
+    when: Condition | None = None
     stream: StreamConfig | None = None
-    via: Annotated[str, msgspec.Meta(pattern="^[\\w.]+:\\w+$")] | None = None  # module:function
+    via: Function | None = None
 
 
 class PipelineConfig(_Value, frozen=True, kw_only=True):
@@ -93,7 +137,7 @@ class PipelineConfig(_Value, frozen=True, kw_only=True):
     edges: tuple[EdgeConfig, ...] = ()
     outputs: dict[Name, Port]
     deadline_s: Seconds | None = None  # of a request that names none
-    shutdown_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # for an orderly end
+    shutdown_s: SecondsOrZero = 10.0  # for an orderly end
     heartbeat_s: Seconds = 10.0
     stall_s: Seconds = 120.0  # a worker that answers for so long not at all is replaced
     load_stall_s: Seconds = 300.0  # the same while it loads
@@ -101,7 +145,6 @@ class PipelineConfig(_Value, frozen=True, kw_only=True):
 
 def parse_bytes(size: str) -> int:
     """Bytes of "256MiB", "1.5 GiB", ..."""
-    found = re.fullmatch(r"([0-9.]+) ?([KMGT]iB)", size)
-    if found is None:
+    if re.fullmatch(_SIZE, size) is None:
         raise ConfigError(f"'{size}' is not a size", hint="write it as 256MiB or 4GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(size[:-3]) * _UNITS[size[-3:]])

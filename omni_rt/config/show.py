@@ -9,52 +9,66 @@ from typing import Any
 import msgspec
 import yaml
 
-from omni_rt.config.load import build, merged, read_text
+from omni_rt.config.load import load
 from omni_rt.config.model import PipelineConfig
-from omni_rt.config.source import Path, Source
+from omni_rt.config.source import Dumper, Path, Source
 
 
 def effective(path: str | FilePath) -> str:
-    """The file as it takes effect: every key written out, its origin behind it as a comment."""
-    file = FilePath(path)
-    sources = merged(read_text(file), str(path), file.parent)
-    value: dict[str, Any] = msgspec.to_builtins(build(sources))
+    """The file as it takes effect: every key written out, its origin behind it as a comment.
+
+    The text is a pipeline file again. Raises `ConfigError`.
+    """
+    config, source = load(path)
+    value: dict[str, Any] = msgspec.to_builtins(config)
     value.pop("preset")  # its values are written out
-    return "\n".join(_lines(value, (), sources, 0)) + "\n"
+    return "\n".join(_lines(value, (), source)) + "\n"
 
 
-def _lines(value: dict[str, Any], path: Path, sources: list[Source], depth: int) -> Iterator[str]:
+def _lines(value: dict[str, Any], path: Path, source: Source) -> Iterator[str]:
+    indent = "  " * len(path)
     for key, item in value.items():
         here = (*path, key)
         if isinstance(item, dict) and item:
-            yield f"{'  ' * depth}{key}:"
-            yield from _lines(item, here, sources, depth + 1)
+            yield f"{indent}{_yaml(key)}:"
+            yield from _lines(item, here, source)
+        elif here == ("edges",) and item:
+            yield f"{indent}edges:"
+            for k, edge in enumerate(item):
+                yield f"{indent}  - {_yaml(edge)}  # {_origin((*here, k), source)}"
         else:
-            text = yaml.safe_dump(item, default_flow_style=True, width=10**6, allow_unicode=True)
-            plain = text.removesuffix("\n").removesuffix("\n...").strip()
-            yield f"{'  ' * depth}{key}: {plain}  # {_origin(here, sources)}"
+            yield f"{indent}{_yaml(key)}: {_yaml(item)}  # {_origin(here, source)}"
 
 
-def _origin(path: Path, sources: list[Source]) -> str:
-    for source in sources:
-        if path in source.lines:
-            return source.where(path)
-    return "default" if path != ("name",) else "the file's name"
+def _yaml(value: Any) -> str:
+    """A value in one line."""
+    text = yaml.dump(
+        value,
+        Dumper=Dumper,
+        default_flow_style=True,
+        width=10**9,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
+
+
+def _origin(path: Path, source: Source) -> str:
+    return source.places.get(path, "default")
 
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a pipeline file, for editors. Edges may be written as strings."""
     full = msgspec.json.schema(PipelineConfig)
     edge = full["$defs"]["EdgeConfig"]
-    port = r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*"
+    port = edge["properties"]["from"]["pattern"].strip("^$")
     arrow = {"type": "string", "pattern": rf"^\s*{port}\s*->\s*{port}\s*$"}
     full["$defs"]["EdgeConfig"] = {"anyOf": [arrow, edge]}
     stream = edge["properties"]["stream"]
-    stream["anyOf"] = [{"type": "boolean"}, *stream.get("anyOf", [])]
+    stream["anyOf"] = [{"type": "boolean"}, *stream["anyOf"]]
     # A file with a preset may leave out what the preset says.
     pipeline = full["$defs"]["PipelineConfig"]
     required = pipeline.pop("required")
     pipeline["anyOf"] = [{"required": ["preset"]}, {"required": required}]
-    stage = full["$defs"]["StageConfig"]
-    stage.pop("required", None)
+    full["$defs"]["StageConfig"].pop("required")
     return full

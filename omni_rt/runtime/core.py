@@ -325,7 +325,7 @@ class Core:
         for edge in edges:
             target = flow.runs[edge.target]
             port = target.inputs[edge.target_port]
-            port.pieces.append(chunk.data)
+            port.take(chunk.data)
             if edge.stream is not None:
                 port.ended = chunk.last
                 if target.state is RunState.RUNNING:
@@ -432,6 +432,9 @@ class Core:
             out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, piece, last))
             port.sent += 1
             port.told_end = last
+        if port.keeps_in_vain:
+            self._unkeep(fx, flow, [key_of(ref) for ref in port.kept()])
+            port.given_up = port.sent
         if port.ended and not port.told_end:
             out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, None, last=True))
             port.told_end = True

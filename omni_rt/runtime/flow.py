@@ -19,6 +19,11 @@ from omni_rt.wire.messages import Chunk, Finished, Payload, TextPiece
 Piece = Payload | TextPiece
 
 
+# Bytes of a streamed input that a running request keeps for a redo. A stream beyond it gives all
+# of it up: its blocks are used again at once, while they are warm in the caches.
+KEPT_STREAM_BYTES = 32 << 20
+
+
 class RunState(enum.Enum):
     WAITING = "waiting"  # for its inputs
     QUEUED = "queued"  # in the stage's queue
@@ -38,6 +43,17 @@ class InPort:
     sent: int = 0  # pieces forwarded to the present attempt
     told_end: bool = False  # the present attempt knows that it has ended
     given_up: int = 0  # pieces no longer kept: with any, a redo must start at the producer
+    kept_bytes: int = 0  # of a stream, in blocks
+
+    def take(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        if self.edge.stream is not None and (ref := leased(piece)):
+            self.kept_bytes += ref.nbytes
+
+    @property
+    def keeps_in_vain(self) -> bool:
+        """Whether keeping more is of no use for a redo, or more than a request may keep."""
+        return self.given_up > 0 or self.kept_bytes > KEPT_STREAM_BYTES
 
     def kept(self) -> Iterator[Leased]:
         """The leased refs that the request still keeps for a redo."""

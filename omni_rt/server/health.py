@@ -21,6 +21,7 @@ class StageHealth(msgspec.Struct):
 
 class Health(msgspec.Struct):
     status: str
+    running: int  # requests accepted and not ended
     stages: dict[str, StageHealth]
 
 
@@ -46,7 +47,7 @@ def ready(served: NamedDependency[Served]) -> Response[dict[str, object]]:
 @get("/health", sync_to_thread=False)
 def health(served: NamedDependency[Served]) -> Response[Health]:
     status = served.omni.status()
-    body = Health(status.state, {name: _stage(s) for name, s in status.stages.items()})
+    body = Health(status.state, status.live, {name: _stage(s) for name, s in status.stages.items()})
     return Response(body, status_code=_code(status))
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.processes import all_end, serving, short_folder, workers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ECHO = """
@@ -43,55 +41,6 @@ def echo(tmp_path: Path) -> Path:
     path = tmp_path / "echo.yaml"
     path.write_text(ECHO)
     return path
-
-
-@contextmanager
-def serving(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`omni-rt serve` on a free port, once it is ready: the process and its URL."""
-    command = [sys.executable, "-m", "omni_rt", "serve", "--config", str(config), "--port", "0"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"serves \S+ on (http://\S+);", line):
-                yield process, found[1]
-                break
-        else:
-            raise AssertionError("it never became ready")
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def _workers(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _all_end(pids: list[int], seconds: float) -> bool:
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        ended = bool(poll.poll(seconds * 1000))
-        os.close(fd)
-        if not ended:
-            return False
-    return True
-
-
-def _short_folder() -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp())
 
 
 def test_run_prints_the_reply(echo: Path) -> None:
@@ -177,10 +126,10 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
 ) -> None:
     config = tmp_path / "slow.yaml"
     config.write_text(SLOW)
-    folder = _short_folder()
+    folder = short_folder()
     shm = set(os.listdir("/dev/shm"))
     with serving(config, folder) as (process, url):
-        workers = _workers(process.pid)
+        workers = workers_of(process.pid)
         body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True})
         request = urllib.request.Request(
             f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
@@ -192,7 +141,7 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
         assert b'"code":"cancelled"' in rest
         assert rest.endswith(b"data: [DONE]\n\n")
         assert process.wait(10) == 0
-        assert _all_end(workers, 2)
+        assert all_end(workers, 2)
     assert set(os.listdir("/dev/shm")) == shm
     assert os.listdir(folder) == []
     folder.rmdir()
@@ -201,12 +150,12 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
 def test_nothing_is_left_of_a_killed_server(tmp_path: Path) -> None:
     config = tmp_path / "slow.yaml"
     config.write_text(SLOW)
-    folder = _short_folder()
+    folder = short_folder()
     with serving(config, folder) as (process, _):
-        workers = _workers(process.pid)
+        workers = workers_of(process.pid)
         process.kill()
         assert workers
-        assert _all_end(workers, 2)
+        assert all_end(workers, 2)
     assert os.listdir(folder) == []
     folder.rmdir()
 

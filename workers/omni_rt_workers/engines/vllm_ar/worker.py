@@ -6,6 +6,7 @@ sliced by request and those that somebody asked for are kept until the engine ta
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,13 @@ class OmniARModelRunner:
     model_runner: Any
     is_driver_worker: bool
     get_model: Any
+
+    def __init__(self, *args: Any, distributed_init_method: str, **kwargs: Any) -> None:
+        # With one rank, vLLM meets itself through a file that a killed process would leave behind.
+        if distributed_init_method.startswith("file://"):
+            meeting = os.memfd_create("vllm_dist", os.MFD_CLOEXEC)
+            distributed_init_method = f"file:///proc/self/fd/{meeting}"
+        super().__init__(*args, distributed_init_method=distributed_init_method, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
