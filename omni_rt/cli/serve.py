@@ -28,6 +28,8 @@ def serve_command(config: Path | None, host: str, port: int) -> int:
 
         def greet(status: Status) -> None:
             if status.state == "ready":
+                for edge, transport in omni.transports().items():
+                    print(f"omni-rt: {edge} crosses by {transport}", file=sys.stderr)
                 _greet(url, pipeline.name)
                 unwatch()
 

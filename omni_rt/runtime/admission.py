@@ -15,6 +15,8 @@ from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor
 from omni_rt.wire.messages import Emit, ParamSpec, Ports, Transport
 
+# Characters of a request's text; no model reads more, and a message must fit a frame.
+_MAX_TEXT = 4_000_000
 _ENCODED_KINDS = {"image", "audio", "video"}
 
 
@@ -37,6 +39,11 @@ class Admission:
         plan = self._graph.plan(request.outputs)
         if not request.prompt and not request.messages:
             raise BadRequest("the request has neither a prompt nor messages", param="prompt")
+        text = len(request.prompt or "") + sum(len(m.content) for m in request.messages)
+        if text > _MAX_TEXT:
+            raise BadRequest(
+                f"the text has {text} characters, more than {_MAX_TEXT}", param="prompt"
+            )
         if request.deadline_s is not None and not request.deadline_s > 0:
             raise BadRequest("deadline_s must be above 0", param="deadline_s")
         for stage in plan.stages:
@@ -119,6 +126,10 @@ class Admission:
             )
             for port in sorted(shown | edges.keys())
         )
+
+    def transports(self) -> dict[str, Transport]:
+        """How each edge's tensors cross, if they are larger than what travels in a message."""
+        return {str(edge): self._transport([edge]) for edge in self._graph.edges}
 
     def _transport(self, edges: list[Edge]) -> Transport:
         """`local` if all ends are in one process, which only a single replica guarantees."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from omni_rt.config import PipelineConfig
 from omni_rt.errors import (
@@ -60,6 +62,9 @@ log = logging.getLogger(__name__)
 # Workers that may die under one request before it is taken for the cause and failed.
 _MAX_DEATHS = 2
 
+# A wait for room that lasts longer is worth a line in the log.
+_STALL_REPORT_S = 5.0
+
 _COUNTERS = (
     "accepted",
     "finished",
@@ -71,6 +76,15 @@ _COUNTERS = (
     "dropped",  # messages about attempts that were over
     "given_up",  # kept inputs freed under memory pressure
 )
+
+
+@dataclass(slots=True)
+class Stall:
+    """An output port of a request that waits for room."""
+
+    port: str
+    report_at: float
+    reported: bool = False
 
 
 class Core:
@@ -95,7 +109,7 @@ class Core:
         self._next_arena = itertools.count(1)
         self._order = itertools.count()
         self._deadlines: list[tuple[float, str]] = []
-        self._stalled: dict[str, set[str]] = {}  # stage -> requests that wait for room
+        self._stalled: dict[str, dict[str, Stall]] = {}  # by stage and request
         self._ping = itertools.count(1)
         self.closing = False
 
@@ -137,6 +151,7 @@ class Core:
         due = self.supervisor.due(now)
         fx.spawn += due.spawn
         fx.kill += due.kill
+        self._report_stalls(now)
         if due.waited_out:
             self._fail_stranded(fx, now)
         for worker in due.ping:
@@ -154,6 +169,7 @@ class Core:
 
     def next_time(self) -> float | None:
         times = [t for t in (self.supervisor.next_time(),) if t is not None]
+        times += [s.report_at for s in self._all_stalls() if not s.reported]
         if self._deadlines:
             times.append(self._deadlines[0][0])
         return min(times, default=None)
@@ -238,7 +254,9 @@ class Core:
                 freed = [k for k in message.blocks if self.ledger.release(k, worker.identity)]
                 self._free(fx, freed)
             case Stalled():
-                self._stalled.setdefault(message.stage, set()).add(message.request)
+                if message.request in self.flows:
+                    stall = Stall(message.port, now + _STALL_REPORT_S)
+                    self._stalled.setdefault(message.stage, {})[message.request] = stall
             case Pong():
                 worker.counters = message.counters
             case Loading():
@@ -272,7 +290,7 @@ class Core:
             fx.kill.append(worker)
             return
         self.stages[message.stage].ports = message.ports
-        for note in message.notes:
+        for note in message.ports.notes:
             log.info("stage %s: %s", message.stage, note)
         if self.supervisor.loaded(worker, message.stage):
             for name in worker.stages:
@@ -289,7 +307,7 @@ class Core:
                 self._drop(fx, item)
                 continue
             if stalled:
-                stalled.discard(item.request)
+                stalled.pop(item.request, None)
             try:
                 match item:
                     case Chunk():
@@ -462,7 +480,7 @@ class Core:
             stage.discard(flow.id)
             stage.members.discard(flow.id)
         for stalled in self._stalled.values():
-            stalled.discard(flow.id)
+            stalled.pop(flow.id, None)
         self._free(fx, self.ledger.drop(flow.id))
         if error is not None and not isinstance(error, Cancelled | DeadlineExceeded):
             self.counters["failed"] += 1
@@ -554,6 +572,28 @@ class Core:
             if waiting and (arenas := self._arenas_of(name)):
                 if not self._give_up_kept(fx, arenas):
                     self._preempt_youngest(fx, arenas)
+
+    def _all_stalls(self) -> list[Stall]:
+        return [stall for waiting in self._stalled.values() for stall in waiting.values()]
+
+    def _report_stalls(self, now: float) -> None:
+        """Say which port waits for room for long, and who holds what it waits for."""
+        for name, waiting in self._stalled.items():
+            for request, stall in waiting.items():
+                if stall.reported or now < stall.report_at:
+                    continue
+                stall.reported = True
+                keys = [key for arena in self._arenas_of(name) for key in self.ledger.blocks(arena)]
+                holders = Counter(holder for key in keys for holder in self.ledger.holders(key))
+                log.warning(
+                    "request %s: %s.%s has waited %g s for room; %d blocks are held by: %s",
+                    request,
+                    name,
+                    stall.port,
+                    _STALL_REPORT_S,
+                    len(keys),
+                    ", ".join(f"{holder} ({n})" for holder, n in holders.most_common(5)),
+                )
 
     def _arenas_of(self, stage: str) -> set[int]:
         return {w.arena for w in self.supervisor.workers if stage in w.stages and w.alive}

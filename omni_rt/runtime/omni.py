@@ -176,6 +176,10 @@ class AsyncOmni:
                     kinds[name] = spec.kind
         return kinds
 
+    def transports(self) -> dict[str, str]:
+        """How each edge's tensors cross: `local` (same process) or `shm` (by reference)."""
+        return dict(self._core.admission.transports())
+
     # ---- status
 
     def status(self) -> Status:

@@ -119,7 +119,10 @@ class ZmqChannel:
     def send(self, identity: str, messages: Sequence[ToWorker]) -> bool:
         frame = self._encoder.encode(messages)
         if len(frame) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+            if len(messages) == 1:
+                raise ProtocolError(f"a message of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+            half = len(messages) // 2
+            return self.send(identity, messages[:half]) and self.send(identity, messages[half:])
         try:
             self._socket.send_multipart((identity.encode(), frame), zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -157,13 +157,13 @@ class Ports(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[PortSpec, ...]
     params: tuple[ParamSpec, ...]
     slots: int  # requests that the engine works on at once
+    notes: tuple[str, ...] = ()  # said to the user once: versions, fall-backs, chosen backends
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     stage: str
     ports: Ports
     memory: dict[str, int]  # bytes by purpose: "weights", "kv_cache", ...
-    notes: tuple[str, ...]  # said to the user once: versions, fall-backs, chosen backends
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="c", array_like=True):

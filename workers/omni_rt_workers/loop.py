@@ -86,7 +86,7 @@ class Loop:
         engine = make(spec, outbox)
         ports = engine.load(say)
         self._stages[spec.name] = HostedStage(spec, engine, outbox, via)
-        self._channel.send([Ready(spec.name, ports, engine.memory(), ())])
+        self._channel.send([Ready(spec.name, ports, engine.memory())])
 
     # ---- run
 
