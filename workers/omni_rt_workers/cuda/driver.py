@@ -74,6 +74,10 @@ class DeviceDriver(Protocol):
         """
         ...
 
+    def done(self, event: Event) -> bool:
+        """Whether all that the event stands for is done already, as seen from here."""
+        ...
+
     def copy(self, target: Address, source: Address, nbytes: int, stream: Stream) -> None:
         """Between any two places of this process: devices, mapped pools, ordinary memory."""
         ...

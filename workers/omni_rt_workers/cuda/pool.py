@@ -111,7 +111,10 @@ class DevicePool:
             return None
         for last in {last for last in self._last[slot : slot + span] if last is not None}:
             for event in self._events_of(last):
-                self._driver.wait(event, stream)
+                # Not if it is done: a wait that is queued could never be taken back, were the
+                # reader to die before it gets to its event.
+                if not self._driver.done(event):
+                    self._driver.wait(event, stream)
         self._generation += 1
         self.in_use_bytes += span * self._slot_bytes
         offset = slot * self._slot_bytes

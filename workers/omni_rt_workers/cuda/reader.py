@@ -70,7 +70,9 @@ class DevicePoolReader:
             )
 
     def _wait(self, slot: int, stream: Stream) -> None:
-        self._driver.wait(self._written[slot], stream)
+        event = self._written[slot]
+        if not self._driver.done(event):  # else nothing hangs on whether the writer lives
+            self._driver.wait(event, stream)
         self._streams.add(stream)
 
     def _record(self, ref: DeviceBlock, stream: Stream) -> None:

@@ -111,6 +111,13 @@ class CudaDriver:
     def wait(self, event: Event, stream: Stream) -> None:
         self._do("cudaStreamWaitEvent", stream, self._events[event], 0)
 
+    def done(self, event: Event) -> bool:
+        (code,) = self._rt.cudaEventQuery(self._events[event])
+        if code == self._rt.cudaError_t.cudaErrorNotReady:
+            return False
+        self._check("cudaEventQuery", code)
+        return True
+
     def copy(self, target: Address, source: Address, nbytes: int, stream: Stream) -> None:
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault  # told by the addresses
         self._do("cudaMemcpyAsync", target, source, nbytes, kind, stream)
@@ -128,10 +135,13 @@ class CudaDriver:
     def _do(self, name: str, *arguments: Any) -> Any:
         """Call the runtime; the value it gives, if any."""
         code, *values = getattr(self._rt, name)(*arguments)
+        self._check(name, code)
+        return values[0] if values else None
+
+    def _check(self, name: str, code: Any) -> None:
         if code != self._rt.cudaError_t.cudaSuccess:
             _, text = self._rt.cudaGetErrorString(code)
             raise OmniError(f"{name} failed: {text.decode()} ({code.name})", hint=_HINTS.get(name))
-        return values[0] if values else None
 
     def _number(self, device: str) -> int:
         try:
@@ -189,5 +199,5 @@ class _Memory:
 _HINTS = {
     "cudaMalloc": "lower the stage's device pool, or its share of the device's memory",
     "cudaIpcOpenMemHandle": "both ends must be in one IPC namespace (--ipc=host) on one driver",
-    "cudaIpcGetMemHandle": "this device or platform has no IPC: tensors cross in shared memory instead",
+    "cudaIpcGetMemHandle": "this device has no IPC: tensors must cross in shared memory",
 }
