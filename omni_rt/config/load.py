@@ -52,7 +52,7 @@ def merged(text: str, name: str, base: FilePath | None = None) -> Source:
     source = read(text, name)
     _resolve(source.value, base)
     preset = source.value.get("preset")
-    if preset is not None:
+    if isinstance(preset, str):
         source = _over(source, _read_preset(preset, source))
     if "name" not in source.value:
         source.value["name"] = FilePath(name).stem
@@ -78,11 +78,11 @@ def _text(file: FilePath) -> str:
         raise ConfigError(f"cannot read the pipeline file {file}: {reason}") from error
 
 
-def _read_preset(preset: Any, source: Source) -> Source:
+def _read_preset(preset: str, source: Source) -> Source:
     known = presets()
     if preset not in known:
         what = f"there is no preset '{preset}'"
-        raise source.error(("preset",), what, nearest(str(preset), known))
+        raise source.error(("preset",), what, nearest(preset, known))
     below = read(_text(known[preset]), f"preset {preset}")
     _resolve(below.value, known[preset].parent)
     return below
