@@ -77,6 +77,13 @@ class CudaDriver:
         with self._on(device):
             self._do("cudaIpcCloseMemHandle", address)
 
+    def pin(self, address: Address, nbytes: int) -> None:
+        flags = self._rt.cudaHostRegisterPortable  # for every device of this process
+        self._do("cudaHostRegister", address, nbytes, flags)
+
+    def unpin(self, address: Address) -> None:
+        self._do("cudaHostUnregister", address)
+
     # ---- events
 
     def create_event(self, device: str) -> Event:
@@ -198,6 +205,7 @@ class _Memory:
 
 _HINTS = {
     "cudaMalloc": "lower the stage's device pool, or its share of the device's memory",
+    "cudaHostRegister": "raise the limit of locked memory (ulimit -l, --ulimit memlock=-1)",
     "cudaIpcOpenMemHandle": "both ends must be in one IPC namespace (--ipc=host) on one driver",
     "cudaIpcGetMemHandle": "this device has no IPC: tensors must cross in shared memory",
 }
