@@ -21,7 +21,7 @@ from omni_rt.config.model import ENGINES
 from tests.config.files import ROOT
 
 PAGE = (ROOT / "docs" / "config.md").read_text()
-PARTS = {
+PARTS: dict[str, type[msgspec.Struct]] = {
     "The pipeline": PipelineConfig,
     "Stages": StageConfig,
     "Hidden states": HiddenConfig,
