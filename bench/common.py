@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Between two tensors of which one at a time is under way, for all ways alike.
+PAUSE_S = 0.0003
 
 
 def p50(values: Sequence[float]) -> float:

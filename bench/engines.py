@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import torch
-from omni_rt_workers.engine import Engine, Outbox, Say, Task
 
+from bench.common import PAUSE_S
 from omni_rt.wire.messages import ParamSpec, Ports, PortSpec, StageSpec
+from omni_rt_workers.engine import Engine, Outbox, Say, Task
 
 now = time.perf_counter_ns  # CLOCK_MONOTONIC: comparable between processes
 
@@ -18,7 +19,8 @@ class Source:
     """Sends `count` tensors of `bytes` bytes on `x`, `depth` of them unacknowledged at most.
 
     The acknowledgement is one byte of the sink's through a FIFO. `mode`: "copy" puts a tensor that
-    lies elsewhere (one copy), "inplace" publishes one that was written in place (none).
+    lies elsewhere (one copy), "inplace" publishes one that was written in place (none). With a
+    depth of 1 it pauses between two tensors, in which the leases come back, as a stage's step does.
     Gives the times at which it held each tensor on `sent`, int64 ns.
     """
 
@@ -28,6 +30,7 @@ class Source:
         self._ack = -1
         self._task: Task | None = None
         self._sent: list[int] = []
+        self._paused = False
         self._tensors: dict[int, torch.Tensor] = {}
 
     def load(self, say: Say) -> Ports:
@@ -57,8 +60,19 @@ class Source:
     def step(self) -> None:
         task = self._task
         assert task is not None
-        while self._unacknowledged >= task.params["depth"]:
+        all_sent = len(self._sent) == task.params["count"]
+        while self._unacknowledged >= (1 if all_sent else task.params["depth"]):
             self._unacknowledged -= len(os.read(self._ack, 64))
+        if all_sent:  # every byte of the FIFO is read: none is left for the next request
+            self._finish(task)
+        elif task.params["depth"] == 1 and self._sent and not self._paused:
+            time.sleep(PAUSE_S)
+            self._paused = True  # the next turn takes what came meanwhile, then sends
+        else:
+            self._paused = False
+            self._send(task)
+
+    def _send(self, task: Task) -> None:
         source = self._tensors[task.params["bytes"]]
         last = len(self._sent) + 1 == task.params["count"]
         if task.params["mode"] == "inplace":
@@ -69,10 +83,11 @@ class Source:
             self._sent.append(now())
             self._out.put(task, "x", source, last=last)
         self._unacknowledged += 1
-        if last:
-            self._task = None
-            self._out.put(task, "sent", torch.tensor(self._sent), last=True)
-            self._out.finish(task)
+
+    def _finish(self, task: Task) -> None:
+        self._task = None
+        self._out.put(task, "sent", torch.tensor(self._sent), last=True)
+        self._out.finish(task)
 
     @property
     def idle(self) -> bool:

@@ -23,7 +23,7 @@ from omni_rt.config import parse_pipeline
 
 SIZES = {"256B": 256, "4KB": 4 << 10, "16KB": 16 << 10, "64KB": 64 << 10}
 SIZES |= {"1MB": 1 << 20, "16MB": 16 << 20, "64MB": 64 << 20}
-COUNTS = {"256B": 100, "4KB": 100, "16KB": 100, "64KB": 100, "1MB": 40, "16MB": 12, "64MB": 6}
+COUNTS = {"256B": 100, "4KB": 100, "16KB": 100, "64KB": 100, "1MB": 100, "16MB": 12, "64MB": 6}
 OURS = {"arena": "copy", "inplace": "inplace"}
 
 PIPELINE = """

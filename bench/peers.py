@@ -23,6 +23,8 @@ import torch.multiprocessing as tmp
 import uvloop
 import zmq
 
+from bench.common import PAUSE_S
+
 now = time.perf_counter_ns
 PEERS = ("floor", "pickle_queue", "torch_fd", "torch_fs", "zmq_multipart")
 _FLOOR_BYTES = 64 << 20
@@ -36,9 +38,9 @@ class Peers:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         folder = self._folder.name
         os.mkfifo(f"{folder}/ack")
-        warm = f"{folder}/warm"
-        with open(warm, "wb") as file:
-            file.write(bytes(_FLOOR_BYTES))
+        self._warm = os.memfd_create("bench-floor")
+        os.ftruncate(self._warm, _FLOOR_BYTES)
+        os.symlink(f"/proc/{os.getpid()}/fd/{self._warm}", f"{folder}/warm")
         queue, torch_queue = context.Queue(), tmp.get_context("spawn").Queue()
         self._to_source, source = context.Pipe()
         self._to_sink, sink = context.Pipe()
@@ -64,6 +66,7 @@ class Peers:
         for process in self._processes:
             process.kill()
             process.join()
+        os.close(self._warm)
         self._folder.cleanup()
 
     def run(self, peer: str, size: int, count: int, depth: int) -> tuple[list[int], list[int]]:
@@ -75,12 +78,10 @@ class Peers:
 
 
 def _warm(folder: str) -> torch.Tensor:
-    """Shared memory that both sides have touched. On /dev/shm it would be the same pages."""
+    """Shared memory of which this process has touched every page."""
     with open(f"{folder}/warm", "r+b") as file:
         mapped = mmap.mmap(file.fileno(), _FLOOR_BYTES)
-    tensor = torch.frombuffer(mapped, dtype=torch.float32)
-    tensor.sum()
-    return tensor
+    return torch.frombuffer(mapped, dtype=torch.float32).zero_()
 
 
 def _router(folder: str) -> None:
@@ -94,9 +95,8 @@ def _router(folder: str) -> None:
         def forward() -> None:
             with contextlib.suppress(zmq.Again):
                 while True:
-                    _, frame = socket.recv_multipart(zmq.NOBLOCK)
-                    if frame != b"hello":
-                        socket.send_multipart((b"sink", frame))
+                    name, frame = socket.recv_multipart(zmq.NOBLOCK)
+                    socket.send_multipart((name if frame == b"hello" else b"sink", frame))
 
         asyncio.get_running_loop().add_reader(socket.getsockopt(zmq.FD), forward)
         forward()
@@ -112,6 +112,7 @@ def _dealer(folder: str, name: bytes) -> Any:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(f"ipc://{folder}/main")
     socket.send(b"hello")
+    socket.recv()  # from here on the router knows it
     return socket
 
 
@@ -134,6 +135,8 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
         for _ in range(count):
             while out >= depth:
                 out -= len(os.read(ack, 64))
+            if depth == 1 and sent:
+                time.sleep(PAUSE_S)
             tensor = source.clone() if peer.startswith("torch_") else source
             sent.append(now())
             match peer:

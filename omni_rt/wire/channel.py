@@ -198,13 +198,11 @@ class ZmqWorkerChannel:
 
     def receive(self, *, block: bool) -> list[ToWorker]:
         messages: list[ToWorker] = []
-        flags = 0 if block else zmq.NOBLOCK
-        try:
-            while True:
-                messages += self._decoder.decode(self._socket.recv(flags))
-                flags = zmq.NOBLOCK
-        except zmq.Again:
-            return messages
+        # Asking first costs a fifth of a `recv` that raises `Again`.
+        while block or self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            messages += self._decoder.decode(self._socket.recv())
+            block = False
+        return messages
 
     def send(self, messages: Sequence[ToMain]) -> None:
         self._socket.send(self._encoder.encode(messages))

@@ -93,7 +93,7 @@ class StageOutbox:
             self._chunk_or_wait(task, "text", TextPiece(text, tokens))
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
-        from omni_rt_workers.tensors import dtype_name
+        from omni_rt_workers.tensors import dtype_name, to_bytes
 
         if port not in task.emit:
             return
@@ -101,6 +101,9 @@ class StageOutbox:
         if task.emit[port].transport == "local" and tensor.numel():
             # On its device; a copy, for the engine may write into its own one at the next step.
             self._keep(task, port, dtype, shape, tensor.detach().clone(), last)
+            return
+        if tensor.nbytes <= self._inline_limit:
+            self._send_bytes(task, port, dtype, shape, to_bytes(tensor), last, None)
             return
         self.reserve(task, port, shape, dtype).copy_(tensor.detach())
         self.publish(task, port, last=last)
