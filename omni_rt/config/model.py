@@ -53,13 +53,6 @@ Function = Annotated[
 Size = Annotated[
     str, Meta(pattern=f"^{_SIZE}$", description="a size such as 256MiB or 1.5GiB (KiB to TiB)")
 ]
-Memory = Annotated[
-    str,
-    Meta(
-        pattern=f"^({_SIZE}|[1-9][0-9]?%)$",
-        description="a size such as 4GiB, or a share of the device such as 40%",
-    ),
-]
 Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
 Seconds = Annotated[float, Meta(gt=0, description="a number of seconds above 0")]
@@ -101,7 +94,8 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     device: Device = "auto"
     replicas: Count = 1
     worker: Name | None = None  # stages with the same name share one process
-    memory: Memory | None = None  # for weights and KV cache: "4GiB" or "40%" of the device
+    memory: Size | None = None  # of the device, for weights and KV cache
+    threads: Count | None = None  # CPU threads of the stage's process; default: one per stage
     max_batch: Count = 8
     queue: CountOrZero = 64  # requests that may wait before `Overloaded`
     arena: Size = "256MiB"  # shared memory the stage's process writes its outputs to

@@ -65,6 +65,7 @@ class AsyncOmni:
         self._watchers: list[Callable[[Status], None]] = []
         self._waiters: list[asyncio.Future[None]] = []  # woken after every event
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None  # when the timer is set for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -231,7 +232,7 @@ class AsyncOmni:
         self._apply(self._core.on_exit(identity, last_words, self._now()))
 
     def _on_timer(self) -> None:
-        self._timer = None
+        self._timer = self._due = None
         self._apply(self._core.on_time(self._now()))
 
     # ---- effects
@@ -297,13 +298,12 @@ class AsyncOmni:
         """One timer, for the next thing that is due."""
         assert self._loop is not None
         due = None if self._closed else self._core.next_time()
+        if due == self._due:
+            return
         if self._timer is not None:
-            if due is not None and self._timer.when() == due:
-                return
             self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._loop.call_at(due, self._on_timer)
+        self._due = due
+        self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
 
     def _notify(self) -> None:
         if self._watchers:

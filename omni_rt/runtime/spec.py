@@ -87,7 +87,9 @@ def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
         options["hidden"] = {"layer": stage.hidden.layer, "rows": stage.hidden.rows}
     if stage.facts:
         options["facts"] = stage.facts
-    if stage.memory is not None and not stage.memory.endswith("%"):
+    if stage.threads is not None:
+        options["threads"] = stage.threads
+    if stage.memory is not None:
         options["memory_bytes"] = parse_bytes(stage.memory)
     via = {edge.target_port: edge.via for edge in graph.edges if edge.target == name and edge.via}
     if via:

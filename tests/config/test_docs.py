@@ -34,6 +34,7 @@ IN_WORDS = {
     ("Stages", "model"): "the pipeline's",
     ("Stages", "worker"): "the stage's own",
     ("Stages", "memory"): "the engine's",
+    ("Stages", "threads"): "1 on a CPU",
     ("Stages", "restart"): "its defaults",
     ("The pipeline", "name"): "the file's name without its suffix",
     ("Edges", "stream"): "`false`",

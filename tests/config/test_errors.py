@@ -169,8 +169,7 @@ WRONG = {
     "memory": (
         pipeline("a: {engine: echo, memory: 140%}"),
         2,
-        "stages.a.memory: expected a size such as 4GiB, or a share of the device such as 40%, "
-        "got '140%'",
+        "stages.a.memory: expected a size such as 256MiB or 1.5GiB (KiB to TiB), got '140%'",
     ),
     "count": (
         pipeline("a: {engine: echo, max_batch: 0}"),

@@ -13,7 +13,7 @@ from omni_rt.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
 
-_OPTIONS = ("diffusers", "threads", "memory_bytes", "max_side", "max_steps")
+_OPTIONS = ("diffusers", "threads", "memory_bytes", "max_side", "max_steps", "via")
 
 
 def check_options(spec: StageSpec) -> None:
