@@ -27,7 +27,7 @@ class AutoencoderSettings:
     first_log_variance: float = -3.0  # of the latents; at 0 noise hides the colours for long
     checks: int = 300  # pictures painted back at the end
     schedule: Schedule = Schedule(steps=3000, peak_rate=2.5e-3, average_decay=0.99)
-    polish: Schedule = Schedule(steps=3000, peak_rate=2e-3, average_decay=0.99)  # a second round
+    polish: Schedule = Schedule(steps=1800, peak_rate=1e-3, average_decay=0.99)  # a second round
 
 
 FULL = AutoencoderSettings()
@@ -85,10 +85,13 @@ def make_autoencoder(settings: AutoencoderSettings) -> AutoencoderKL:
 
 
 def draw_batch(
-    scenes: list[world.Scene], rng: random.Random, size: int = world.PICTURE_SIZE
+    scenes: list[world.Scene],
+    rng: random.Random,
+    size: int = world.PICTURE_SIZE,
+    variety: float = 1.0,
 ) -> Tensor:
     """Pictures of the scenes, [N, 3, size, size], from -1 to 1."""
-    pictures = np.stack([np.asarray(world.draw(scene, rng, size)) for scene in scenes])
+    pictures = np.stack([np.asarray(world.draw(scene, rng, size, variety)) for scene in scenes])
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 

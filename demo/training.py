@@ -1,6 +1,7 @@
 """The training loop the three phases share: seeded, resumable, with a progress bar."""
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 THREADS = 2
 _SAVE_EVERY = 200  # steps
+_LAYER = re.compile(r"\.(attention|feed_forward)\.")
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,30 @@ class Schedule:
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.0
     average_decay: float = 0.0  # of the running average of the weights; 0 keeps none
+    muon_rate: float = 0.0  # peak rate for the layers' matrices by Muon; 0: AdamW for them too
 
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to two hundredths of the peak."""
+    def factor(self, step: int) -> float:
+        """Of the peak rate: linear warm-up, then a cosine down to two hundredths."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
-        return self.peak_rate * min(1.0, (step + 1) / self.warmup) * max(0.02, cosine)
+        return min(1.0, (step + 1) / self.warmup) * max(0.02, cosine)
+
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        by_muon = [
+            weight
+            for name, weight in model.named_parameters()
+            if self.muon_rate and weight.ndim == 2 and _LAYER.search(name)
+        ]
+        taken = set(map(id, by_muon))
+        others = [weight for weight in model.parameters() if id(weight) not in taken]
+        adam = torch.optim.AdamW(
+            others, self.peak_rate, betas=self.betas, weight_decay=self.weight_decay
+        )
+        if not by_muon:
+            return [adam]
+        muon = torch.optim.Muon(
+            by_muon, self.muon_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        )
+        return [adam, muon]
 
 
 class Average:
@@ -68,14 +89,10 @@ def fit(
     from `checkpoint` as if it had not been. `look(step)` returns a line to print; it sees the
     averaged weights.
     """
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        schedule.peak_rate,
-        betas=schedule.betas,
-        weight_decay=schedule.weight_decay,
-    )
+    optimizers = schedule.optimizers(model)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     average = Average(model, schedule.average_decay) if schedule.average_decay else None
-    start = _resume(checkpoint, model, optimizer, average)
+    start = _resume(checkpoint, model, optimizers, average)
     model.train()
     losses: list[float] = []
     quiet = not sys.stderr.isatty()
@@ -88,13 +105,14 @@ def fit(
         dynamic_ncols=not quiet,
     )
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * schedule.factor(step)
         loss = loss_at(step)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if average:
             average.update(model, step)
         losses.append(loss.item())
@@ -102,10 +120,10 @@ def fit(
         if done % 50 == 0:
             bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.4f}", refresh=False)
         if done % _SAVE_EVERY == 0:
-            _save(checkpoint, done, model, optimizer, average)
+            _save(checkpoint, done, model, optimizers, average)
         if look and done % look_every == 0 and done < schedule.steps:
             bar.write(_looked(look, done, model, average), file=sys.stderr)
-    _save(checkpoint, schedule.steps, model, optimizer, average)
+    _save(checkpoint, schedule.steps, model, optimizers, average)
     if average:
         average.copy_to(model)
     model.eval()
@@ -130,7 +148,7 @@ def _save(
     path: Path,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     average: Average | None,
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +157,7 @@ def _save(
         {
             "step": step,
             "model": dict(_weights(model)),
-            "optimizer": optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "average": average.weights if average else {},
         },
         partial,
@@ -148,7 +166,10 @@ def _save(
 
 
 def _resume(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
+    path: Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    average: Average | None,
 ) -> int:
     """Load what an interrupted run left, if anything; the number of steps already done."""
     if not path.exists():
@@ -157,7 +178,8 @@ def _resume(
     with torch.no_grad():
         for name, weight in _weights(model):
             weight.copy_(state["model"][name])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
     if average:
         average.weights = state["average"]
     return int(state["step"])

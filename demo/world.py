@@ -93,18 +93,22 @@ def training_scene(rng: random.Random) -> Scene:
     return rng.choice(TRAINING_SINGLES if rng.random() < SINGLES_SHARE else TRAINING_PAIRS)
 
 
-def draw(scene: Scene, rng: random.Random, size: int = PICTURE_SIZE) -> Image.Image:
+def draw(
+    scene: Scene, rng: random.Random, size: int = PICTURE_SIZE, variety: float = 1.0
+) -> Image.Image:
     """Paint the scene, with a little chance in place and size; an RGB picture, `size` square."""
     smooth = 4  # drawn larger and averaged down: ImageDraw does not smooth edges
     picture = Image.new("RGB", (size * smooth, size * smooth), BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(picture)
-    for thing, (x, y), radius in _layout(scene, rng):
+    for thing, (x, y), radius in _layout(scene, rng, variety):
         scale = size * smooth
         _draw_thing(pen, thing, x * scale, y * scale, radius * scale)
     return picture.reduce(smooth)
 
 
-def _layout(scene: Scene, rng: random.Random) -> list[tuple[Thing, tuple[float, float], float]]:
+def _layout(
+    scene: Scene, rng: random.Random, variety: float
+) -> list[tuple[Thing, tuple[float, float], float]]:
     """Each thing with its centre and radius, as fractions of the picture's side."""
     if scene.relation is None:
         centers, radius = [(0.5, 0.5)], 0.25
@@ -116,8 +120,9 @@ def _layout(scene: Scene, rng: random.Random) -> list[tuple[Thing, tuple[float, 
         )
     placed = []
     for thing, (x, y) in zip(scene.things, centers, strict=True):
-        center = (x + rng.uniform(-0.02, 0.02), y + rng.uniform(-0.02, 0.02))
-        placed.append((thing, center, radius * rng.uniform(0.93, 1.07)))
+        shift, growth = 0.02 * variety, 0.07 * variety
+        center = (x + rng.uniform(-shift, shift), y + rng.uniform(-shift, shift))
+        placed.append((thing, center, radius * rng.uniform(1 - growth, 1 + growth)))
     return placed
 
 

@@ -2,10 +2,11 @@
 
 import random
 
-import judge
 import pytest
-import world
 from PIL import Image, ImageDraw
+
+import judge
+import world
 from world import Scene, Thing
 
 RED_CIRCLE, BLUE_SQUARE = Thing("red", "circle"), Thing("blue", "square")

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 import speech
 import world
 from world import Scene, Thing
