@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "omni_rt" / "demo" / "shapes"
 # Between two tensors of which one at a time is under way, for all ways alike.
 PAUSE_S = 0.0003
 
@@ -46,5 +47,5 @@ def finish(result: dict[str, object]) -> None:
 
 def child_path() -> None:
     """Let worker processes find the benches' own engines."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "workers"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

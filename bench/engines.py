@@ -19,8 +19,8 @@ class Source:
     """Sends `count` tensors of `bytes` bytes on `x`, `depth` of them unacknowledged at most.
 
     The acknowledgement is one byte of the sink's through a FIFO. `mode`: "copy" puts a tensor that
-    lies elsewhere (one copy), "inplace" publishes one that was written in place (none). With a
-    depth of 1 it pauses between two tensors, in which the leases come back, as a stage's step does.
+    lies elsewhere (one copy), "inplace" publishes one that was written in place (none), "bytes"
+    puts bytes. With a depth of 1 it pauses between two tensors, in which the leases come back, as a stage's step does.
     Gives the times at which it held each tensor on `sent`, int64 ns.
     """
 
@@ -79,6 +79,10 @@ class Source:
             self._out.reserve(task, "x", tuple(source.shape), "float32")
             self._sent.append(now())
             self._out.publish(task, "x", last=last)
+        elif task.params["mode"] == "bytes":
+            data = bytes(task.params["bytes"])
+            self._sent.append(now())
+            self._out.put_bytes(task, "x", data, last=last)
         else:
             self._sent.append(now())
             self._out.put(task, "x", source, last=last)
@@ -101,12 +105,14 @@ class Source:
 
 
 class Sink:
-    """Takes what streams in on `x`; gives the times of arrival, then of having read all of it."""
+    """Takes what streams in on `x`; gives the times at which each chunk was there, was a tensor,
+    and had been read."""
 
     def __init__(self, spec: StageSpec, out: Outbox) -> None:
         self._out = out
         self._fifo = str(spec.options["options"]["fifo"])
         self._ack = -1
+        self._there: list[int] = []
         self._got: list[int] = []
         self._read: list[int] = []
         self._done: Task | None = None
@@ -114,15 +120,17 @@ class Sink:
     def load(self, say: Say) -> Ports:
         torch.set_num_threads(1)
         self._ack = os.open(self._fifo, os.O_RDWR)
-        outputs = (PortSpec("got", "tensor"), PortSpec("read", "tensor"))
+        outputs = tuple(PortSpec(name, "tensor") for name in ("there", "got", "read"))
         return Ports((PortSpec("x", "tensor"),), outputs, (), slots=1)
 
     def add(self, task: Task) -> None:
-        self._got, self._read = [], []
+        self._there, self._got, self._read = [], [], []
 
     def feed(self, task: Task, port: str) -> None:
+        there = now()
         tensors: list[Any] = task.inputs.tensors(port)
         if tensors:
+            self._there.append(there)
             self._got.append(now())
             tensors[-1].sum()
             self._read.append(now())
@@ -137,6 +145,7 @@ class Sink:
     def step(self) -> None:
         task, self._done = self._done, None
         assert task is not None
+        self._out.put(task, "there", torch.tensor(self._there), last=True)
         self._out.put(task, "got", torch.tensor(self._got), last=True)
         self._out.put(task, "read", torch.tensor(self._read), last=True)
         self._out.finish(task)

@@ -14,6 +14,7 @@ import os
 import tempfile
 import warnings
 
+import numpy as np
 import uvloop
 
 from bench.common import child_path, finish, p50, p99
@@ -23,30 +24,37 @@ from omni_rt.config import parse_pipeline
 
 SIZES = {"256B": 256, "4KB": 4 << 10, "16KB": 16 << 10, "64KB": 64 << 10}
 SIZES |= {"1MB": 1 << 20, "16MB": 16 << 20, "64MB": 64 << 20}
-COUNTS = {"256B": 100, "4KB": 100, "16KB": 100, "64KB": 100, "1MB": 100, "16MB": 12, "64MB": 6}
+COUNTS = {"256B": 100, "4KB": 100, "16KB": 100, "64KB": 100, "1MB": 100, "16MB": 24, "64MB": 8}
 OURS = {"arena": "copy", "inplace": "inplace"}
 
 PIPELINE = """
 stages:
-  source: {engine: "bench.engines:make_source", arena: 512MiB, device: cpu, options: {fifo: %(fifo)s}}
-  sink: {engine: "bench.engines:make_sink", arena: 8MiB, device: cpu, options: {fifo: %(fifo)s}}
+  source:
+    {engine: "bench.engines:make_source", arena: 512MiB, device: cpu, options: {fifo: %(fifo)s}}
+  sink:
+    {engine: "bench.engines:make_sink", arena: 8MiB, device: cpu, options: {fifo: %(fifo)s}}
 edges:
   - {from: source.x, to: sink.x, stream: true}
-outputs: {sent: source.sent, got: sink.got, read: sink.read}
+outputs: {sent: source.sent, there: sink.there, got: sink.got, read: sink.read}
 """
 
 Times = tuple[list[int], list[int]]
 
 
-async def ours(omni: AsyncOmni, mode: str, size: int, count: int, depth: int) -> Times:
-    import numpy as np
+async def ours(
+    omni: AsyncOmni, mode: str, size: int, count: int, depth: int, until: str = "got"
+) -> Times:
+    """Times (ns) at which each tensor was held by the producer and by the consumer.
+
+    `until` "there": until the consumer's engine was called instead.
+    """
 
     params = {"bytes": size, "count": count, "depth": depth, "mode": mode}
     times: dict[str, list[int]] = {}
     async for output in omni.submit(Request(prompt="go", params=params)):
         if isinstance(output, Data):
             times[output.output] = np.frombuffer(output.data, dtype=np.int64).tolist()
-    return times["sent"], times["got"]
+    return times["sent"], times[until]
 
 
 async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:

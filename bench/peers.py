@@ -2,7 +2,8 @@
 
 A pair of processes per peer: `produce` sends `count` tensors, `depth` unacknowledged at most, and
 `consume` notes when it held each. All are direct, without a main process in between, except the
-floor: a warm copy and the same two raw ZeroMQ hops through a process that decodes nothing.
+floor: a warm copy and the same two raw ZeroMQ hops through a process that decodes nothing. "hops"
+are these two alone.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
             tensor = source.clone() if peer.startswith("torch_") else source
             sent.append(now())
             match peer:
+                case "hops":
+                    hop.send(b"12345678")
                 case "floor":
                     warm[: size // 4].copy_(source)
                     hop.send(b"12345678")
@@ -170,6 +173,9 @@ def _consume(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
         got = []
         for _ in range(count):
             match peer:
+                case "hops":
+                    hop.recv()
+                    tensor = warm[:1]
                 case "floor":
                     hop.recv()
                     tensor = warm[: size // 4]
