@@ -38,6 +38,12 @@ def check_folders(config: PipelineConfig, source: Source) -> None:
         if model is not None and model.startswith("/") and not FilePath(model).is_dir():
             hint = "write a folder's path, relative to the file, or a hub id"
             raise source.error(path, f"there is no folder {model}", hint)
+    for name, stage in config.stages.items():
+        model = stage.model or config.model
+        if stage.part and model and FilePath(model).is_dir():
+            part = FilePath(model, stage.part)
+            if not part.is_dir():
+                raise source.error(("stages", name, "part"), f"there is no folder {part}")
 
 
 def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from omni_rt.config import PipelineConfig
 from omni_rt.errors import (
@@ -27,22 +25,21 @@ from omni_rt.errors import (
 from omni_rt.graph import Graph
 from omni_rt.request import Done, Progress, Request
 from omni_rt.runtime.admission import Admission
+from omni_rt.runtime.arenas import Arenas
 from omni_rt.runtime.effects import Delivery, Effects
 from omni_rt.runtime.flow import Flow, Run, RunState, startable, streams
 from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
+from omni_rt.runtime.pressure import Pressure
 from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor, Worker
 from omni_rt.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Attach,
     Chunk,
     Crashed,
-    Detach,
     Failed,
     Feed,
     Finished,
-    Free,
     Hello,
     Loading,
     Ping,
@@ -55,15 +52,12 @@ from omni_rt.wire.messages import (
     Submit,
     ToMain,
 )
-from omni_rt.wire.tensors import Block, Local
+from omni_rt.wire.tensors import Local
 
 log = logging.getLogger(__name__)
 
 # Workers that may die under one request before it is taken for the cause and failed.
 _MAX_DEATHS = 2
-
-# A wait for room that lasts longer is worth a line in the log.
-_STALL_REPORT_S = 5.0
 
 _COUNTERS = (
     "accepted",
@@ -76,15 +70,6 @@ _COUNTERS = (
     "dropped",  # messages about attempts that were over
     "given_up",  # kept inputs freed under memory pressure
 )
-
-
-@dataclass(slots=True)
-class Stall:
-    """An output port of a request that waits for room."""
-
-    port: str
-    report_at: float
-    reported: bool = False
 
 
 class Core:
@@ -103,13 +88,10 @@ class Core:
             for name, stage in config.stages.items()
         }
         self.admission = Admission(config, graph, self.stages, self.supervisor)
-        self._arena_sizes: dict[int, int] = {}
-        self._owner: dict[int, str] = {}  # arena -> identity of the living writer
-        self._retired: set[int] = set()  # arenas whose writer is gone, with leases left
-        self._next_arena = itertools.count(1)
+        self.arenas = Arenas(self.ledger, self.supervisor)
+        self.pressure = Pressure(self.flows, self.ledger, self.supervisor)
         self._order = itertools.count()
         self._deadlines: list[tuple[float, str]] = []
-        self._stalled: dict[str, dict[str, Stall]] = {}  # by stage and request
         self._ping = itertools.count(1)
         self.closing = False
 
@@ -121,9 +103,7 @@ class Core:
     def spawned(self, worker: Worker, arena_bytes: int, now: float) -> None:
         """The caller is about to start a process in the slot, with an arena of that size."""
         self.supervisor.spawned(worker, now)
-        worker.arena = next(self._next_arena)
-        self._arena_sizes[worker.arena] = arena_bytes
-        self._owner[worker.arena] = worker.identity
+        self.arenas.add(worker, arena_bytes)
 
     def on_exit(self, identity: str, error: str | None, now: float) -> Effects:
         """The process of that identity is gone; `error` is its own last words."""
@@ -135,14 +115,13 @@ class Core:
         self.supervisor.exited(worker, now)
         for name in worker.stages:
             self.stages[name].lost(identity)
-        self._stalled = {k: v for k, v in self._stalled.items() if k not in worker.stages}
-        self._free(fx, self.ledger.drop(identity))
-        self._owner.pop(worker.arena, None)
-        self._retired.add(worker.arena)
+        self.pressure.lost(worker.stages)
+        self.arenas.free(fx, self.ledger.drop(identity))
+        self.arenas.retire(worker)
         self._retry_lost(fx, worker, identity, now)
         if worker.down:
             self._fail_stranded(fx, now)
-        self._close_retired(fx)
+        self.arenas.close_retired(fx)
         return self._settled(fx, now)
 
     def on_time(self, now: float) -> Effects:
@@ -151,7 +130,7 @@ class Core:
         due = self.supervisor.due(now)
         fx.spawn += due.spawn
         fx.kill += due.kill
-        self._report_stalls(now)
+        self.pressure.report(now)
         if due.waited_out:
             self._fail_stranded(fx, now)
         for worker in due.ping:
@@ -168,8 +147,8 @@ class Core:
         return self._settled(fx, now)
 
     def next_time(self) -> float | None:
-        times = [t for t in (self.supervisor.next_time(),) if t is not None]
-        times += [s.report_at for s in self._all_stalls() if not s.reported]
+        parts = (self.supervisor.next_time(), self.pressure.next_time())
+        times = [time for time in parts if time is not None]
         if self._deadlines:
             times.append(self._deadlines[0][0])
         return min(times, default=None)
@@ -212,15 +191,15 @@ class Core:
         """The client has copied a delivered block."""
         fx = Effects()
         if self.ledger.release(key, client_of(request_id)):
-            self._free(fx, [key])
-        self._close_retired(fx)
+            self.arenas.free(fx, [key])
+        self.arenas.close_retired(fx)
         return self._settled(fx, now)
 
     def client_gone(self, request_id: str, now: float) -> Effects:
         """The client will take nothing more: all it was lent comes back."""
         fx = Effects()
-        self._free(fx, self.ledger.drop(client_of(request_id)))
-        self._close_retired(fx)
+        self.arenas.free(fx, self.ledger.drop(client_of(request_id)))
+        self.arenas.close_retired(fx)
         return self._settled(fx, now)
 
     # ---- messages of the workers
@@ -234,7 +213,7 @@ class Core:
         self.supervisor.heard(worker, now)
         for message in messages:
             self._on_message(fx, worker, message, now)
-        self._close_retired(fx)
+        self.arenas.close_retired(fx)
         return self._settled(fx, now)
 
     def on_garbage(self, identity: str, what: str, now: float) -> Effects:
@@ -252,11 +231,10 @@ class Core:
                 self._on_step(fx, worker, message, now)
             case Released():
                 freed = [k for k in message.blocks if self.ledger.release(k, worker.identity)]
-                self._free(fx, freed)
+                self.arenas.free(fx, freed)
             case Stalled():
                 if message.request in self.flows:
-                    stall = Stall(message.port, now + _STALL_REPORT_S)
-                    self._stalled.setdefault(message.stage, {})[message.request] = stall
+                    self.pressure.stalled(message.stage, message.request, message.port, now)
             case Pong():
                 worker.counters = message.counters
             case Loading():
@@ -299,7 +277,7 @@ class Core:
                         replica.identity = worker.identity
 
     def _on_step(self, fx: Effects, worker: Worker, step: Step, now: float) -> None:
-        stalled = self._stalled.get(step.stage)
+        stalled = bool(self.pressure)
         for item in step.items:
             flow = self.flows.get(item.request)
             run = flow.current(step.stage, item.attempt) if flow else None
@@ -307,7 +285,7 @@ class Core:
                 self._drop(fx, item)
                 continue
             if stalled:
-                stalled.pop(item.request, None)
+                self.pressure.moved(step.stage, item.request)
             try:
                 match item:
                     case Chunk():
@@ -326,7 +304,7 @@ class Core:
         """A message about an attempt that is over. What it lends is given back at once."""
         self.counters["dropped"] += 1
         if isinstance(item, Chunk) and (ref := leased(item.data)):
-            self._free(fx, [key_of(ref)])
+            self.arenas.free(fx, [key_of(ref)])
 
     def _on_chunk(self, fx: Effects, flow: Flow, run: Run, chunk: Chunk) -> None:
         edges = run.targets.get(chunk.port, ())
@@ -335,7 +313,7 @@ class Core:
         if ref is not None:
             holders = [flow.id] * len(edges) + [client_of(flow.id)] * len(names)
             if not self.ledger.book(key_of(ref), holders):
-                self._free(fx, [key_of(ref)])
+                self.arenas.free(fx, [key_of(ref)])
         flow.check_order(run, chunk)
         for name in names:
             run.reached = True
@@ -401,7 +379,7 @@ class Core:
         self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
 
     def _unkeep(self, fx: Effects, flow: Flow, keys: list[BlockKey]) -> None:
-        self._free(fx, [key for key in keys if self.ledger.release(key, flow.id)])
+        self.arenas.free(fx, [key for key in keys if self.ledger.release(key, flow.id)])
 
     def _dispatch(self, fx: Effects) -> None:
         """Give waiting requests to replicas that have room."""
@@ -423,7 +401,7 @@ class Core:
         }
         for pieces in whole.values():
             for piece in pieces:
-                self._lend(fx, piece, identity)
+                self.arenas.lend(fx, piece, identity)
         message = Submit(
             run.stage,
             flow.id,
@@ -446,7 +424,7 @@ class Core:
         while port.sent < len(port.pieces):
             piece = port.pieces[port.sent]
             last = port.ended and port.sent + 1 == len(port.pieces)
-            self._lend(fx, piece, run.identity)
+            self.arenas.lend(fx, piece, run.identity)
             out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, piece, last))
             port.sent += 1
             port.told_end = last
@@ -456,17 +434,6 @@ class Core:
         if port.ended and not port.told_end:
             out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, None, last=True))
             port.told_end = True
-
-    def _lend(self, fx: Effects, piece: object, identity: str) -> None:
-        ref = leased(piece)
-        if ref is None:
-            return
-        self.ledger.lend(key_of(ref), identity)
-        if isinstance(ref, Block):
-            worker = self.supervisor.find(identity)
-            if worker and ref.arena != worker.arena and ref.arena not in worker.attached:
-                worker.attached.add(ref.arena)
-                fx.to(identity).append(Attach(ref.arena, self._arena_sizes[ref.arena]))
 
     # ---- the end of a request
 
@@ -479,9 +446,8 @@ class Core:
             stage = self.stages[run.stage]
             stage.discard(flow.id)
             stage.members.discard(flow.id)
-        for stalled in self._stalled.values():
-            stalled.pop(flow.id, None)
-        self._free(fx, self.ledger.drop(flow.id))
+        self.pressure.ended(flow.id)
+        self.arenas.free(fx, self.ledger.drop(flow.id))
         if error is not None and not isinstance(error, Cancelled | DeadlineExceeded):
             self.counters["failed"] += 1
         reason = "length" if flow.reason == "length" else "stop"
@@ -547,104 +513,19 @@ class Core:
 
     # ---- memory
 
-    def _free(self, fx: Effects, keys: Iterable[BlockKey]) -> None:
-        by_owner: dict[str, list[BlockKey]] = {}
-        for key in keys:
-            owner = self._owner.get(key[0])
-            if owner is not None:
-                by_owner.setdefault(owner, []).append(key)
-        for owner, blocks in by_owner.items():
-            fx.to(owner).append(Free(blocks))
-
-    def _close_retired(self, fx: Effects) -> None:
-        for arena in [a for a in self._retired if not self.ledger.busy(a)]:
-            self._retired.discard(arena)
-            self._arena_sizes.pop(arena, None)
-            fx.close_arenas.append(arena)
-            for worker in self.supervisor.workers:
-                if arena in worker.attached:
-                    worker.attached.discard(arena)
-                    fx.to(worker.identity).append(Detach(arena))
-
     def _relieve(self, fx: Effects) -> None:
         """Stages wait for room: give kept inputs up, oldest first, and break fan-in deadlocks."""
-        for name, waiting in self._stalled.items():
-            if waiting and (arenas := self._arenas_of(name)):
-                if not self._give_up_kept(fx, arenas):
-                    self._preempt_youngest(fx, arenas)
-
-    def _all_stalls(self) -> list[Stall]:
-        return [stall for waiting in self._stalled.values() for stall in waiting.values()]
-
-    def _report_stalls(self, now: float) -> None:
-        """Say which port waits for room for long, and who holds what it waits for."""
-        for name, waiting in self._stalled.items():
-            for request, stall in waiting.items():
-                if stall.reported or now < stall.report_at:
-                    continue
-                stall.reported = True
-                keys = [key for arena in self._arenas_of(name) for key in self.ledger.blocks(arena)]
-                holders = Counter(holder for key in keys for holder in self.ledger.holders(key))
-                log.warning(
-                    "request %s: %s.%s has waited %g s for room; %d blocks are held by: %s",
-                    request,
-                    name,
-                    stall.port,
-                    _STALL_REPORT_S,
-                    len(keys),
-                    ", ".join(f"{holder} ({n})" for holder, n in holders.most_common(5)),
-                )
-
-    def _arenas_of(self, stage: str) -> set[int]:
-        return {w.arena for w in self.supervisor.workers if stage in w.stages and w.alive}
-
-    def _give_up_kept(self, fx: Effects, arenas: set[int]) -> bool:
-        """Free blocks that only a running request keeps, for a redo. True if there was one."""
-        for flow in self.flows.values():  # in order of submission
-            for run in flow.runs.values():
-                if run.state is not RunState.RUNNING:
-                    continue
-                keys = [key_of(ref) for ref in run.kept()]
-                mine = [key for key in keys if key[0] in arenas]
-                if mine and all(set(self.ledger.holders(key)) <= {flow.id} for key in mine):
-                    self.counters["given_up"] += 1
-                    self._give_up(fx, flow, run)
-                    return True
-        return False
-
-    def _preempt_youngest(self, fx: Effects, arenas: set[int]) -> None:
-        """If every block is kept by runs that wait for other inputs, redo the youngest's producers.
-
-        Only then: a block that a worker, a queue or a client holds comes back by itself.
-        """
-        holders: dict[str, set[str]] = {}  # request -> stages that produced what it keeps there
-        for flow in self.flows.values():
-            for run in flow.runs.values():
-                for port in run.inputs.values():
-                    for ref in port.kept():
-                        if key_of(ref)[0] not in arenas:
-                            continue
-                        if run.state is not RunState.WAITING:
-                            return
-                        holders.setdefault(flow.id, set()).add(port.edge.source)
-        if any(
-            set(self.ledger.holders(k)) - set(holders)
-            for a in arenas
-            for k in self.ledger.blocks(a)
-        ):
-            return
-        oldest = min((flow.order for flow in self.flows.values()), default=0)
-        young = [self.flows[r] for r in holders if self.flows[r].order != oldest]
-        for flow in sorted(young, key=lambda flow: -flow.order):
-            again = flow.redo(holders[flow.id])
-            if again is not None:
+        for arenas in list(self.pressure.arenas()):
+            if kept := self.pressure.kept_only(arenas):
                 self.counters["given_up"] += 1
-                self._redo(fx, flow, again)
-                return
+                self._give_up(fx, *kept)
+            elif preempted := self.pressure.to_preempt(arenas):
+                self.counters["given_up"] += 1
+                self._redo(fx, *preempted)
 
     def _settled(self, fx: Effects, now: float) -> Effects:
         """After every event: queues move as far as they can."""
-        if any(self._stalled.values()):
+        if self.pressure:
             self._relieve(fx)
         self._dispatch(fx)
         while self._deadlines and self._deadlines[0][1] not in self.flows:

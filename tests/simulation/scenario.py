@@ -224,8 +224,8 @@ def _check_settled(omni: AsyncOmni, world: World, report: Report) -> None:
         problems.append(f"requests left: {core.flows}")
     if len(core.ledger):
         problems.append(f"leases left: {core.ledger._holders}")
-    if any(core._stalled.values()):
-        problems.append(f"stalls left: {core._stalled}")
+    if core.pressure:
+        problems.append(f"stalls left: {core.pressure}")
     if core.ledger._held or core.ledger._blocks_of:
         problems.append("the ledger's indices are not empty")
     if omni._mailboxes:

@@ -1,0 +1,68 @@
+"""Which worker writes which arena, who has mapped it, and when it can go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from omni_rt.runtime.effects import Effects
+from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
+from omni_rt.runtime.supervisor import Supervisor, Worker
+from omni_rt.wire.messages import Attach, Detach, Free
+from omni_rt.wire.tensors import Block
+
+
+class Arenas:
+    """The arenas of all workers. One whose writer has died goes with its last lease."""
+
+    def __init__(self, ledger: Ledger, supervisor: Supervisor) -> None:
+        self._ledger = ledger
+        self._supervisor = supervisor
+        self._sizes: dict[int, int] = {}
+        self._owner: dict[int, str] = {}  # identity of the living writer
+        self._retired: set[int] = set()  # the writer is gone
+        self._next = itertools.count(1)
+
+    def add(self, worker: Worker, size_bytes: int) -> None:
+        """A worker is about to start and gets a new arena."""
+        worker.arena = next(self._next)
+        self._sizes[worker.arena] = size_bytes
+        self._owner[worker.arena] = worker.identity
+
+    def retire(self, worker: Worker) -> None:
+        """The worker is gone; what others still read stays."""
+        self._owner.pop(worker.arena, None)
+        self._retired.add(worker.arena)
+
+    def free(self, fx: Effects, keys: Iterable[BlockKey]) -> None:
+        """Tell the producers of blocks that nobody holds any more."""
+        by_owner: dict[str, list[BlockKey]] = {}
+        for key in keys:
+            owner = self._owner.get(key[0])
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(key)
+        for owner, blocks in by_owner.items():
+            fx.to(owner).append(Free(blocks))
+
+    def lend(self, fx: Effects, piece: object, identity: str) -> None:
+        """A worker is about to be sent `piece`: it holds its block, and must have it mapped."""
+        ref = leased(piece)
+        if ref is None:
+            return
+        self._ledger.lend(key_of(ref), identity)
+        if isinstance(ref, Block):
+            worker = self._supervisor.find(identity)
+            if worker and ref.arena != worker.arena and ref.arena not in worker.attached:
+                worker.attached.add(ref.arena)
+                fx.to(identity).append(Attach(ref.arena, self._sizes[ref.arena]))
+
+    def close_retired(self, fx: Effects) -> None:
+        """Let go of the arenas of dead workers in which nothing is lent any more."""
+        for arena in [a for a in self._retired if not self._ledger.busy(a)]:
+            self._retired.discard(arena)
+            self._sizes.pop(arena, None)
+            fx.close_arenas.append(arena)
+            for worker in self._supervisor.workers:
+                if arena in worker.attached:
+                    worker.attached.discard(arena)
+                    fx.to(worker.identity).append(Detach(arena))
