@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from omni_rt.errors import OmniError, ProtocolError, StaleRef
 from omni_rt.wire.spans import FreeSpans
@@ -53,7 +54,7 @@ class Arena:
 
     @classmethod
     def create(cls, arena_id: int, size_bytes: int) -> Arena:
-        """A new, sealed arena of this process; every byte of it is reserved.
+        """A new, sealed arena. Takes no memory yet, and no time: its writer populates it.
 
         Raises `OmniError` if there is not that much memory.
         """
@@ -64,13 +65,10 @@ class Arena:
         fd = os.memfd_create(f"omni-rt-{arena_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             return cls(arena_id, fd, size, writable=True)
-        except OSError as error:
+        except OSError:
             os.close(fd)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise _no_room(size, os.strerror(error.errno)) from error
             raise
 
     @classmethod
@@ -104,7 +102,13 @@ class Arena:
         return self._view[offset : offset + nbytes]
 
     def populate(self, *, write: bool) -> None:
-        """Touch every page once, so that no request pays for the first touch (4 times a copy)."""
+        """Touch every page once, so that no request pays for the first touch (4 times a copy).
+
+        With `write`, in the arena's writer, this is where the memory is taken: raises `OmniError`
+        if there is not that much. Takes some 0.6 s for each GiB.
+        """
+        if write:
+            self._take_memory()
         with contextlib.suppress(OSError):
             self._map.madvise(_MADV_HUGEPAGE)
         try:
@@ -112,6 +116,17 @@ class Arena:
         except OSError:  # before Linux 5.14
             for offset in range(0, self.size_bytes, mmap.PAGESIZE):
                 self._view[offset]
+
+    def _take_memory(self) -> None:
+        available = _available_bytes()
+        if self.size_bytes > available:  # the kernel would give it, and kill somebody later
+            raise _no_room(self.size_bytes, f"{available} are available")
+        try:
+            os.posix_fallocate(self.fd, 0, self.size_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise _no_room(self.size_bytes, os.strerror(error.errno)) from error
+            raise
 
     def close(self) -> None:
         """Unmap, unless views of it are still in use: then it goes with the last of them.
@@ -219,6 +234,18 @@ def _is_sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # no memfd at all
         return False
+
+
+def _available_bytes() -> int:
+    """Memory that can be taken: of the machine, and of the control group if it has a limit."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or its limit is "max"
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
 def _no_room(size_bytes: int, why: str) -> OmniError:

@@ -168,11 +168,19 @@ def test_an_arena_that_finds_no_memory_is_refused_with_the_number(
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    fds = os.listdir("/proc/self/fd")
+    arena = Arena.create(1, SIZE)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(OmniError, match=f"no room for an arena of {SIZE} bytes"):
-        Arena.create(1, SIZE)
-    assert os.listdir("/proc/self/fd") == fds
+        arena.populate(write=True)
+    arena.close()
+
+
+def test_an_arena_larger_than_what_is_free_is_refused_before_it_is_touched() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    arena = Arena.create(1, total - (1 << 20))  # less than there is, more than is free
+    with pytest.raises(OmniError, match="are available"):
+        arena.populate(write=True)
+    arena.close()
 
 
 def test_a_closed_arena_gives_no_more_views_and_keeps_those_it_gave() -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from omni_rt.errors import ConfigError
+from omni_rt.errors import ConfigError, OmniError
 from omni_rt.wire.channel import ZmqWorkerChannel
 from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
 from omni_rt_workers.engines import registry
@@ -35,7 +35,12 @@ def main() -> int:
 
     loop = Loop(channel, memory, attach)
     channel.send([Loading(stage.name, "touching memory", 0.0) for stage in spec.stages])
-    arena.populate(write=True)
+    try:
+        arena.populate(write=True)
+    except OmniError as error:
+        channel.send(crashed(spec.stages[0].name, error))
+        channel.close()
+        return 1
     for stage in spec.stages:
         if not _load(loop, channel, spec, stage):
             return 1
