@@ -59,7 +59,7 @@ class Desk:
         return [item.data for item in self.sent() if isinstance(item, Chunk)]
 
     def free(self, ref: Block) -> None:
-        assert self.out.freed(ref.offset, ref.generation)
+        assert self.out.freed((ref.arena, ref.offset, ref.generation))
         self.out.flush_waiting()
 
     def read(self, *refs: Payload, released: list[Lease] | None = None) -> TaskInputs:
@@ -193,7 +193,7 @@ def test_every_consumer_gives_the_block_back_for_itself(desk: Desk) -> None:
     assert released == [(1, ref.offset, ref.generation)] * 3
     desk.free(ref)
     assert desk.in_use == 0
-    assert not desk.out.freed(ref.offset, ref.generation)
+    assert not desk.out.freed((ref.arena, ref.offset, ref.generation))
 
 
 def test_released_chunks_are_out_of_sight_and_still_counted(desk: Desk) -> None:

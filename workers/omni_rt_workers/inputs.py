@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omni_rt.errors import ProtocolError, StaleRef
 from omni_rt.wire.messages import Payload, TextPiece
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
+from omni_rt_workers.cuda.reader import OpenBlock
 from omni_rt_workers.memory import Memory
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class TaskInputs:
         self._arrived = {port: len(refs) for port, refs in whole.items()}
         self._open = set(streams)
         self._expected = dict.fromkeys(streams, 0)
+        self._blocks: dict[tuple[str, int], OpenBlock] = {}  # (port, place among its refs)
         for port in streams:
             self._refs.setdefault(port, [])
 
@@ -76,7 +78,8 @@ class TaskInputs:
 
     def tensors(self, port: str) -> list[torch.Tensor]:
         reshape = self._via.get(port)
-        tensors = [self._tensor(ref) for ref in self._refs.get(port, ()) if ref is not None]
+        refs = enumerate(self._refs.get(port, ()))
+        tensors = [self._tensor(ref, port, at) for at, ref in refs if ref is not None]
         return [reshape(tensor) for tensor in tensors] if reshape else tensors
 
     def release(self, port: str, count: int) -> None:
@@ -84,6 +87,9 @@ class TaskInputs:
         refs = self._refs.get(port, [])
         given = [ref for ref in refs[:count] if ref is not None]
         refs[:count] = [None] * min(count, len(refs))
+        for at in range(min(count, len(refs))):
+            if (block := self._blocks.pop((port, at), None)) is not None:
+                block.release()  # before main hears of it: the writer may look for the event
         self._released += [lease for ref in given if (lease := _lease(ref))]
         for ref in given:
             if isinstance(ref, Block):
@@ -106,7 +112,7 @@ class TaskInputs:
             return kept
         raise ProtocolError(f"a {type(ref).__name__} cannot be read as bytes here")
 
-    def _tensor(self, ref: Payload | TextPiece) -> torch.Tensor:
+    def _tensor(self, ref: Payload | TextPiece, port: str, at: int) -> torch.Tensor:
         from omni_rt_workers.tensors import as_tensor
 
         if isinstance(ref, Inline | Block):
@@ -118,6 +124,10 @@ class TaskInputs:
                 return as_tensor(kept, ref.dtype, ref.shape)
             tensor: torch.Tensor = kept
             return tensor
+        if isinstance(ref, DeviceBlock):
+            if (port, at) not in self._blocks:
+                self._blocks[port, at] = self._memory.open(ref)
+            return self._memory.tensor(self._blocks[port, at])
         raise ProtocolError(f"a {type(ref).__name__} cannot be made a tensor here")
 
 

@@ -127,7 +127,7 @@ class Loop:
             case Detach():
                 self._memory.detach(message.arena)
             case AttachPool():
-                raise OmniError("this worker has no device pools")
+                self._memory.attach_pool(message)
             case Ping():
                 self._extra.append(Pong(message.number, self._count()))
             case Stop():
@@ -206,10 +206,11 @@ class Loop:
         self._release(stage, task)
 
     def _free(self, message: Free) -> None:
-        for arena, offset, generation in message.blocks:
+        for block in message.blocks:
+            arena, offset, generation = block
             if arena == self._memory.arena_id and generation == offset:
                 self._memory.drop(offset)  # a `local` object: its key is its generation
-            elif not any(s.outbox.freed(offset, generation) for s in self._stages.values()):
+            elif not any(stage.outbox.freed(block) for stage in self._stages.values()):
                 self.counters["dropped"] += 1
         for stage in self._stages.values():
             stage.outbox.flush_waiting()

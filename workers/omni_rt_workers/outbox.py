@@ -1,7 +1,8 @@
-"""Where engines put what they produced: written once into the arena, described in one `Step`.
+"""Where engines put what they produced: written once, described in one `Step`.
 
-A task whose output finds no room is held: what it produced waits here in order, in ordinary
-memory, and is sent when main frees blocks. See `engine.Outbox` for the contract.
+Into the arena, or into the device pool. A task whose output finds no room is held: what it produced
+waits here in order, in memory of the worker's own, and is sent when main frees blocks. See
+`engine.Outbox` for the contract.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ from omni_rt.wire.messages import (
     StepItem,
     StepProgress,
     TextPiece,
+    Transport,
 )
-from omni_rt.wire.tensors import Block, Inline, Local, nbytes_of
+from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local, nbytes_of
+from omni_rt_workers.cuda.pool import DevicePool
 from omni_rt_workers.engine import Task
-from omni_rt_workers.memory import Memory
+from omni_rt_workers.memory import Memory, Room
 
 if TYPE_CHECKING:
     import torch
 
-    from omni_rt.wire.arena import Reservation
+    from omni_rt.wire.arena import BlockWriter
 
 _TRACEBACK_CHARS = 8000
+Bytes = bytes | memoryview
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """One chunk that has not found room yet, its bytes in ordinary memory."""
+    """One chunk that has not found room yet."""
 
     port: str
     seq: int
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | torch.Tensor  # a tensor waits on its device
     last: bool
     meta: dict[str, Any] | None
 
@@ -54,8 +58,9 @@ class _Reserved:
 
     dtype: str
     shape: tuple[int, ...]
-    place: Reservation | None  # None: in ordinary memory
-    tensor: Any
+    room: Room | None  # None: in memory of the worker's own
+    tensor: torch.Tensor
+    on_device: bool
 
 
 @dataclass(slots=True)
@@ -66,6 +71,10 @@ class _Ledger:
     waiting: deque[_Waiting | StepItem] = field(default_factory=deque)
     reserved: dict[str, _Reserved] = field(default_factory=dict)
     dead: bool = False  # failed by the outbox: the engine's further words about it are ignored
+
+
+BlockKey = tuple[int, int, int]
+"""(arena or pool id, offset, generation)"""
 
 
 class StageOutbox:
@@ -79,7 +88,7 @@ class StageOutbox:
         self._credits = credits
         self._inline_limit = inline_limit
         self._used: dict[str, int] = dict.fromkeys(credits, 0)  # bytes lent out, by port
-        self._lent: dict[tuple[int, int], tuple[str, int]] = {}  # (offset, generation) -> port, n
+        self._lent: dict[BlockKey, tuple[str, Room]] = {}  # with the port
         self._books: dict[Task, _Ledger] = {}
         self._items: list[StepItem] = []
         self._stalls: list[Stalled] = []
@@ -103,22 +112,27 @@ class StageOutbox:
             self._keep(task, port, dtype, shape, tensor.detach().clone(), last)
             return
         if tensor.nbytes <= self._inline_limit:
-            self._send_bytes(task, port, dtype, shape, to_bytes(tensor), last, None)
+            self._send(task, port, dtype, shape, to_bytes(tensor), last, None)
             return
         self.reserve(task, port, shape, dtype).copy_(tensor.detach())
         self.publish(task, port, last=last)
 
     def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        from omni_rt_workers.tensors import as_tensor, empty
+        from omni_rt_workers.tensors import empty
 
-        nbytes = nbytes_of(dtype, shape)
+        nbytes, transport = nbytes_of(dtype, shape), task.emit[port].transport
         book = self._book(task)
         self._take_back(book, port)
-        place = None
-        if task.emit[port].transport == "shm" and nbytes > self._inline_limit:
-            place = None if book.waiting or book.dead else self._room(port, nbytes)
-        tensor = empty(dtype, shape) if place is None else as_tensor(place.view, dtype, shape)
-        book.reserved[port] = _Reserved(dtype, shape, place, tensor)
+        room, pool = None, None
+        if transport != "local" and nbytes > self._inline_limit:
+            home = self._memory.home(transport, nbytes)
+            pool = home if isinstance(home, DevicePool) else None
+            room = None if book.waiting or book.dead else self._room(port, home, nbytes)
+        if room is not None:
+            tensor = room.tensor(dtype, shape)
+        else:
+            tensor = empty(dtype, shape, pool.memory.device if pool else "cpu")
+        book.reserved[port] = _Reserved(dtype, shape, room, tensor, pool is not None)
         return tensor
 
     def publish(
@@ -130,14 +144,14 @@ class StageOutbox:
         if book.dead:  # what is reserved goes back when the loop has aborted the task
             return
         held = book.reserved.pop(port)
-        if held.place is not None:
-            ref = self._lend(port, held.place, held.dtype, held.shape)
+        if held.room is not None:
+            ref = self._lend(port, held.room, held.dtype, held.shape)
             self._chunk_or_wait(task, port, ref, last, meta)
         elif task.emit[port].transport == "local" and nbytes_of(held.dtype, held.shape):
             self._keep(task, port, held.dtype, held.shape, held.tensor, last, meta)
         else:
-            data = to_bytes(held.tensor)
-            self._send_bytes(task, port, held.dtype, held.shape, data, last, meta)
+            data = held.tensor if held.on_device else to_bytes(held.tensor)
+            self._send(task, port, held.dtype, held.shape, data, last, meta)
 
     def put_bytes(
         self,
@@ -150,7 +164,7 @@ class StageOutbox:
     ) -> None:
         if port in task.emit:
             data = memoryview(data).cast("B")
-            self._send_bytes(task, port, "uint8", (len(data),), data, last, meta)
+            self._send(task, port, "uint8", (len(data),), data, last, meta)
 
     def progress(self, task: Task, step: int, total: int) -> None:
         self._item_or_wait(task, StepProgress(task.request, task.attempt, step, total))
@@ -184,14 +198,14 @@ class StageOutbox:
             self._take_back(book)
             self._drop_waiting(book)
 
-    def freed(self, offset: int, generation: int) -> bool:
+    def freed(self, key: BlockKey) -> bool:
         """Main gave a block back. True if it was one of this stage's."""
-        lent = self._lent.pop((offset, generation), None)
+        lent = self._lent.pop(key, None)
         if lent is None:
             return False
-        port, nbytes = lent
-        self._used[port] -= nbytes
-        self._memory.writer.free(offset, generation)
+        port, room = lent
+        self._used[port] -= room.nbytes
+        room.free()
         return True
 
     def flush_waiting(self) -> None:
@@ -211,31 +225,32 @@ class StageOutbox:
             book = self._books[task] = _Ledger()
         return book
 
-    def _room(self, port: str, nbytes: int) -> Reservation | None:
-        """A place for a payload, or None if its port's credit or the arena is used up."""
-        writer = self._memory.writer
+    def _room(self, port: str, home: BlockWriter | DevicePool, nbytes: int) -> Room | None:
+        """Room for a payload, or None if its port's credit or the memory is used up."""
         used = self._used.get(port, 0)
-        credit = self._credits.get(port, writer.capacity_bytes)
+        credit = self._credits.get(port, home.capacity_bytes)
         if used and used + nbytes > credit:  # one payload may always be under way
             return None
-        place = writer.reserve(nbytes)
-        if place is not None:
+        room = self._memory.reserve(home, nbytes)
+        if room is not None:
             self._used[port] = used + nbytes
-        return place
+        return room
 
     def _take_back(self, book: _Ledger, port: str | None = None) -> None:
         """What was reserved and never published, on one port or on all."""
         for name in [port] if port is not None else list(book.reserved):
             held = book.reserved.pop(name, None)
-            if held is not None and held.place is not None:
-                self._used[name] -= held.place.nbytes
-                self._memory.writer.free(held.place.offset, held.place.generation)
+            if held is not None and held.room is not None:
+                self._used[name] -= held.room.nbytes
+                held.room.free()
 
     def _drop_waiting(self, book: _Ledger) -> None:
         for item in book.waiting:
             ref = item.data if isinstance(item, Chunk) else None
             if isinstance(ref, Block):  # lent already, but main has never heard of it
-                self.freed(ref.offset, ref.generation)
+                self.freed((ref.arena, ref.offset, ref.generation))
+            elif isinstance(ref, DeviceBlock):
+                self.freed((ref.pool, ref.offset, ref.generation))
             elif isinstance(ref, Local):
                 self._memory.drop(ref.offset)
         book.waiting.clear()
@@ -254,9 +269,11 @@ class StageOutbox:
         book.dead = True
         self.overflowed.append(task)
 
-    def _lend(self, port: str, place: Reservation, dtype: str, shape: tuple[int, ...]) -> Block:
-        self._lent[place.offset, place.generation] = (port, place.nbytes)
-        return Block(self._memory.arena_id, place.offset, place.generation, dtype, shape)
+    def _lend(
+        self, port: str, room: Room, dtype: str, shape: tuple[int, ...]
+    ) -> Block | DeviceBlock:
+        self._lent[room.key] = (port, room)
+        return room.publish(dtype, shape)
 
     def _keep(
         self,
@@ -275,48 +292,62 @@ class StageOutbox:
         local = Local(self._memory.arena_id, key, key, dtype, shape)
         self._chunk_or_wait(task, port, local, last, meta)
 
-    def _send_bytes(
+    def _send(
         self,
         task: Task,
         port: str,
         dtype: str,
         shape: tuple[int, ...],
-        data: bytes | bytearray | memoryview,
+        data: Bytes | torch.Tensor,
         last: bool,
         meta: dict[str, Any] | None,
     ) -> None:
         book = self._book(task)
         if book.dead:
             return
-        inline = len(data) <= self._inline_limit
-        if task.emit[port].transport == "local" and not inline:
+        nbytes, transport = nbytes_of(dtype, shape), task.emit[port].transport
+        if transport == "local" and nbytes > self._inline_limit and isinstance(data, Bytes):
             # Writable, so that each reader's tensor is a view of it.
             self._keep(task, port, dtype, shape, memoryview(bytearray(data)), last, meta)
             return
-        if not inline and not self._memory.writer.fits(len(data)):
-            self._overflow(task, port, len(data))
+        if nbytes > self._inline_limit and not self._home(transport, data, nbytes).fits(nbytes):
+            self._overflow(task, port, nbytes)
             return
-        payload = None if book.waiting else self._payload(port, dtype, shape, data)
+        payload = None
+        if not book.waiting:
+            payload = self._payload(port, transport, dtype, shape, data)
         if payload is not None:
             self._chunk_or_wait(task, port, payload, last, meta)
         else:
+            waits = bytes(data) if isinstance(data, memoryview) else data
             seq = self._next_seq(task, port)
-            self._wait(task, _Waiting(port, seq, dtype, shape, bytes(data), last, meta))
+            self._wait(task, _Waiting(port, seq, dtype, shape, waits, last, meta))
 
     def _payload(
         self,
         port: str,
+        transport: Transport,
         dtype: str,
         shape: tuple[int, ...],
-        data: bytes | bytearray | memoryview,
+        data: Bytes | torch.Tensor,
     ) -> Payload | None:
-        if len(data) <= self._inline_limit:
+        nbytes = nbytes_of(dtype, shape)
+        if nbytes <= self._inline_limit:
+            assert isinstance(data, Bytes)
             return Inline(dtype, shape, bytes(data))
-        place = self._room(port, len(data))
-        if place is None:
+        room = self._room(port, self._home(transport, data, nbytes), nbytes)
+        if room is None:
             return None
-        place.view[:] = data
-        return self._lend(port, place, dtype, shape)
+        room.write(data, dtype, shape)
+        return self._lend(port, room, dtype, shape)
+
+    def _home(
+        self, transport: Transport, data: Bytes | torch.Tensor, nbytes: int
+    ) -> BlockWriter | DevicePool:
+        """Bytes are in ordinary memory and stay there, whatever the edge."""
+        if isinstance(data, Bytes):
+            return self._memory.writer
+        return self._memory.home(transport, nbytes)
 
     def _chunk_or_wait(
         self,
@@ -347,9 +378,9 @@ class StageOutbox:
     def _wait(self, task: Task, chunk: _Waiting) -> None:
         waiting = self._book(task).waiting
         if not waiting:
-            writer = self._memory.writer
-            free = writer.capacity_bytes - writer.in_use_bytes
-            size = len(chunk.data)
+            size = nbytes_of(chunk.dtype, chunk.shape)
+            home = self._home(task.emit[chunk.port].transport, chunk.data, size)
+            free = home.capacity_bytes - home.in_use_bytes
             self._stalls.append(Stalled(self._stage, task.request, chunk.port, size, free))
         waiting.append(chunk)
         task.held = True
@@ -359,7 +390,8 @@ class StageOutbox:
         while book.waiting:
             item = book.waiting[0]
             if isinstance(item, _Waiting):
-                payload = self._payload(item.port, item.dtype, item.shape, item.data)
+                transport = task.emit[item.port].transport
+                payload = self._payload(item.port, transport, item.dtype, item.shape, item.data)
                 if payload is None:
                     return
                 item = Chunk(

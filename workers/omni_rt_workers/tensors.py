@@ -28,8 +28,13 @@ def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).view(shape)
 
 
-def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=_DTYPES[dtype])
+def typed(memory: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A uint8 tensor, of any device, seen as what is in it."""
+    return memory.view(_DTYPES[dtype]).view(shape)
+
+
+def empty(dtype: str, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -122,11 +122,16 @@ class DevicePool:
         self._blocks[offset] = _Block(place, span)
         return place
 
-    def tensor(self, place: Place) -> torch.Tensor:
-        """The block as a uint8 tensor, to be written on the place's stream."""
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of the pool, as uint8."""
         if self._memory is None:
             self._memory = self._driver.tensor(self.device, self._base, self.capacity_bytes)
-        return self._memory[place.offset : place.offset + place.nbytes]
+        return self._memory
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The block as a uint8 tensor, to be written on the place's stream."""
+        return self.memory[place.offset : place.offset + place.nbytes]
 
     def publish(self, place: Place) -> None:
         """All has been written, or will have been in the stream's order: readers may come."""

@@ -1,0 +1,248 @@
+"""An edge between two workers on devices: outbox, pool, inputs and loop, on the fake machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from omni_rt.errors import OmniError, StaleRef
+from omni_rt.wire.arena import Arena
+from omni_rt.wire.messages import AttachPool, Chunk, Detach, Emit, Payload, ToMain, Transport
+from omni_rt.wire.tensors import Block, DeviceBlock, Inline
+from omni_rt_workers.cuda.pool import GRANULE_BYTES, DevicePool
+from omni_rt_workers.engine import Task
+from omni_rt_workers.inputs import Lease, TaskInputs
+from omni_rt_workers.loop import Loop
+from omni_rt_workers.memory import Memory
+from omni_rt_workers.outbox import StageOutbox
+from tests.dataplane.fake_driver import FakeMachine
+
+SLOT = GRANULE_BYTES // 4
+INLINE = 256
+
+
+class Edge:
+    """A writer on A with a pool of four slots, a reader on B that is a peer of A."""
+
+    def __init__(self, *, eager: bool = True, credits: dict[str, int] | None = None) -> None:
+        self.machine = FakeMachine(("A", "B"), peers=[("B", "A")])
+        self.driver = self.machine.process("writer", eager=eager)
+        self.reader_driver = self.machine.process("reader", eager=eager)
+        self.pool = DevicePool(
+            self.driver, 9, "A", GRANULE_BYTES, readers=1, epoch=1, slot_bytes=SLOT
+        )
+        arena = Arena.create(1, 4 * GRANULE_BYTES)
+        self.writer = Memory(arena, 1, self.driver, "A", self.pool)
+        self.out = StageOutbox("writer", self.writer, credits or {}, INLINE)
+        self.reader = Memory(Arena.create(2, 4096), 1, self.reader_driver, "B")
+        self.reader.attach_pool(self.pool.attachment(0))
+        self.released: list[Lease] = []
+
+    def task(self, transport: Transport = "cuda") -> Task:
+        emit = {"hidden": Emit("hidden", transport, False, True)}
+        return Task("r", 1, {}, TaskInputs(self.writer, {}, (), {}, []), {}, emit, 0)
+
+    def payloads(self) -> list[Any]:
+        return [item.data for item in self.out.take_items() if isinstance(item, Chunk)]
+
+    def inputs(self, *refs: Payload) -> TaskInputs:
+        return TaskInputs(self.reader, {"x": list(refs)}, (), {}, self.released)
+
+    def free_released(self) -> None:
+        for lease in self.released:
+            assert self.out.freed(lease)
+        self.released.clear()
+        self.out.flush_waiting()
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+        assert (self.machine.allocations, self.machine.mappings) == ({}, {})
+        assert (self.driver.live_events, self.reader_driver.live_events) == (0, 0)
+
+
+@pytest.fixture
+def edge() -> Iterator[Edge]:
+    edge = Edge()
+    yield edge
+    edge.close()
+
+
+def _full(value: float, count: int = SLOT // 2) -> torch.Tensor:
+    return torch.full((2, count // 2), value, dtype=torch.bfloat16)
+
+
+def test_a_tensor_crosses_on_the_device(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(1.5))
+    (ref,) = edge.payloads()
+    assert isinstance(ref, DeviceBlock)
+    assert edge.writer.writer.in_use_bytes == 0
+    inputs = edge.inputs(ref)
+    first, again = inputs.tensors("x")[0], inputs.tensors("x")[0]
+    assert torch.equal(first, _full(1.5))
+    assert first.data_ptr() == again.data_ptr()
+    inputs.release_all()
+    assert edge.released == [(9, ref.offset, ref.generation)]
+    edge.free_released()
+    assert edge.pool.in_use_bytes == 0
+
+
+def test_what_is_reserved_is_the_pools_memory(edge: Edge) -> None:
+    task = edge.task()
+    place = edge.out.reserve(task, "hidden", (SLOT,), "uint8")
+    edge.out.publish(task, "hidden")
+    (ref,) = edge.payloads()
+    assert place.data_ptr() == edge.pool.memory.data_ptr() + ref.offset
+    edge.inputs(ref).release_all()
+    edge.free_released()
+
+
+def test_small_tensors_travel_in_the_message(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", torch.ones(4))
+    (ref,) = edge.payloads()
+    assert isinstance(ref, Inline)
+
+
+def test_bytes_and_what_the_pool_cannot_hold_go_through_the_arena(edge: Edge) -> None:
+    task = edge.task()
+    edge.out.put_bytes(task, "hidden", bytes(1000))
+    edge.out.put(task, "hidden", torch.zeros(GRANULE_BYTES + 1, dtype=torch.uint8))
+    first, second = edge.payloads()
+    assert isinstance(first, Block)
+    assert isinstance(second, Block)
+    assert edge.pool.in_use_bytes == 0
+    for ref in (first, second):
+        assert edge.out.freed((ref.arena, ref.offset, ref.generation))
+
+
+def test_without_a_pool_the_edge_goes_through_the_arena() -> None:
+    memory = Memory(Arena.create(1, 1 << 20), 1)
+    out = StageOutbox("writer", memory, {}, INLINE)
+    emit = {"hidden": Emit("hidden", "cuda", False, True)}
+    task = Task("r", 1, {}, TaskInputs(memory, {}, (), {}, []), {}, emit, 0)
+    out.put(task, "hidden", _full(2.0, 1000))
+    (item,) = out.take_items()
+    assert isinstance(item, Chunk)
+    assert isinstance(item.data, Block)
+    memory.close()
+
+
+def test_a_full_pool_holds_the_task_and_what_waits_follows_in_order(edge: Edge) -> None:
+    task = edge.task()
+    for value in range(7):
+        edge.out.put(task, "hidden", _full(value))
+    assert task.held
+    (stall,) = edge.out.take_stalls()
+    assert (stall.wanted_bytes, stall.free_bytes) == (SLOT, 0)
+    seen = []
+    while refs := edge.payloads():
+        for ref in refs:
+            assert isinstance(ref, DeviceBlock)
+            inputs = edge.inputs(ref)
+            seen.append(float(inputs.tensors("x")[0][0, 0]))
+            inputs.release_all()
+        edge.free_released()
+    assert seen == [0, 1, 2, 3, 4, 5, 6]
+    assert not task.held
+    assert edge.pool.in_use_bytes == 0
+
+
+def test_credits_are_counted_on_the_device_too() -> None:
+    edge = Edge(credits={"hidden": SLOT})
+    task = edge.task()
+    edge.out.put(task, "hidden", _full(0))
+    assert not task.held
+    edge.out.put(task, "hidden", _full(1))
+    assert task.held
+    edge.out.forget(task)
+    for ref in edge.payloads():
+        assert edge.out.freed((ref.pool, ref.offset, ref.generation))
+    assert edge.pool.in_use_bytes == 0
+    edge.close()
+
+
+@pytest.mark.parametrize("end", ["forget", "finish"])
+def test_an_open_reservation_on_the_device_ends_with_its_task(edge: Edge, end: str) -> None:
+    task = edge.task()
+    edge.out.reserve(task, "hidden", (SLOT,), "uint8")
+    assert edge.pool.in_use_bytes == SLOT
+    if end == "forget":
+        edge.out.forget(task)
+    else:
+        edge.out.finish(task)
+    assert edge.pool.in_use_bytes == 0
+
+
+def test_a_lease_is_given_back_while_the_device_still_reads() -> None:
+    edge = Edge(eager=False)
+    task = edge.task()
+    for _ in range(4):
+        edge.out.reserve(task, "hidden", (SLOT,), "uint8")
+        edge.out.publish(task, "hidden")
+    refs = edge.payloads()
+    inputs = edge.inputs(*refs)
+    for tensor in inputs.tensors("x"):
+        stream = edge.reader_driver.current_stream("B")
+        assert tensor.nbytes == SLOT
+    inputs.release_all()
+    edge.free_released()
+    edge.out.reserve(task, "hidden", (SLOT,), "uint8")
+    waiting = edge.machine.streams[edge.driver.current_stream("A")].work
+    assert edge.machine.streams[stream].work, "the reader's stream has done nothing yet"
+    assert type(waiting[-1]).__name__ == "_Wait", "and the writer's waits for it, not the host"
+    edge.machine.drain()
+    edge.out.forget(task)
+    edge.close()
+
+
+def test_two_tasks_of_one_worker_hold_a_block_each_for_itself(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(3))
+    (ref,) = edge.payloads()
+    first, second = edge.inputs(ref), edge.inputs(ref)
+    first.tensors("x")
+    second.tensors("x")
+    first.release("x", 1)
+    assert torch.equal(second.tensors("x")[0], _full(3))
+    second.release_all()
+    assert edge.released == [(9, ref.offset, ref.generation)] * 2
+    assert edge.out.freed(edge.released.pop())
+
+
+def test_an_unread_block_can_be_given_back(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(3))
+    edge.inputs(*edge.payloads()).release_all()
+    edge.free_released()
+    assert edge.pool.in_use_bytes == 0
+
+
+class _Channel:
+    def receive(self, *, block: bool) -> list[Any]:
+        return []
+
+    def send(self, messages: Any) -> list[ToMain]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_the_loop_attaches_and_detaches_pools(edge: Edge) -> None:
+    edge.reader.detach(9)
+    loop = Loop(_Channel(), edge.reader, lambda message: None)  # type: ignore[arg-type]
+    edge.out.put(edge.task(), "hidden", _full(3))
+    (ref,) = edge.payloads()
+    with pytest.raises(StaleRef, match="pool 9 is not attached"):
+        edge.inputs(ref).tensors("x")
+    loop.take(edge.pool.attachment(0))
+    assert torch.equal(edge.inputs(ref).tensors("x")[0], _full(3))
+    loop.take(Detach(9))
+    assert edge.reader_driver.live_events == 0
+
+
+def test_a_worker_without_a_device_refuses_a_pool() -> None:
+    memory = Memory(Arena.create(1, 4096), 1)
+    with pytest.raises(OmniError, match="this worker has no device"):
+        memory.attach_pool(AttachPool(9, 1, "A", b"", []))
+    memory.close()
