@@ -142,6 +142,24 @@ def test_a_signal_under_load_ends_all_in_time() -> None:
     assert set(os.listdir("/dev/shm")) == shm
 
 
+def test_a_killed_server_leaves_nothing() -> None:
+    folder = short_folder()
+    shm = set(os.listdir("/dev/shm"))
+    with serving(None, folder) as (process, url):
+        workers = workers_of(process.pid)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for _ in range(8):
+                pool.submit(chat, url, ASKED, 60.0, num_inference_steps=1000)
+            while not get(url, "/health")[1]["running"]:
+                time.sleep(0.05)
+            process.kill()
+        assert len(workers) == 2
+        assert all_end(workers, 2)
+    assert os.listdir(folder) == []
+    folder.rmdir()
+    assert set(os.listdir("/dev/shm")) == shm
+
+
 def _until_ready(url: str, limit_s: float = 90.0) -> None:
     limit = time.monotonic() + limit_s
     while get(url, "/ready")[0] != 200:
