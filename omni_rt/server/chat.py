@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -136,7 +136,7 @@ async def chat(
     served.note_unknown(await request.json(), ChatBody.__struct_fields__)
     served.check_ready()
     requests = [_request(served, data, k) for k in range(data.n or 1)]
-    streams = _submit_all(served, requests)
+    streams = served.submit_all(requests)
     head = (f"chatcmpl-{streams[0].id}", int(time.time()), served.name)
     if data.stream:
         usage = bool(data.stream_options and data.stream_options.include_usage)
@@ -199,11 +199,6 @@ def _message(message: Message, index: int) -> ChatMessage:
                 )
         content = "".join(part.text or "" for part in content)
     return ChatMessage(message.role, content or "")
-
-
-def _submit_all(served: Served, requests: Iterable[Request]) -> list[Stream]:
-    """All or none: if one is refused, those before it are cancelled (they go with the list)."""
-    return [served.omni.submit(request) for request in requests]
 
 
 # ---- out, whole

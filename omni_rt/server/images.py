@@ -68,7 +68,7 @@ async def generate_images(
         raise BadRequest("the prompt is empty", param="prompt")
     served.check_ready()
     requests = _requests(served, data)
-    streams = [served.omni.submit(each) for each in requests]
+    streams = served.submit_all(requests)
     made = await unless_gone(request, _all(streams))
     pictures = [_picture(image, text, data.response_format) for image, text in made]
     first = made[0][0]

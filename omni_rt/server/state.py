@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_rt.errors import BadRequest, StageUnavailable, nearest
+from omni_rt.errors import BadRequest, OmniError, StageUnavailable, nearest
+from omni_rt.request import Request
 from omni_rt.runtime.omni import AsyncOmni
+from omni_rt.runtime.stream import Stream
 from omni_rt.server.errors import UnknownModel
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,18 @@ class Served:
                 )
             wanted += names
         return tuple(wanted)
+
+    def submit_all(self, requests: list[Request]) -> list[Stream]:
+        """Submit all of them or, if one is refused on the way, none."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(self.omni.submit(request))  # noqa: PERF401
+        except OmniError:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
 
     def note_unknown(self, body: Mapping[str, Any], known: Iterable[str]) -> None:
         """Clients send fields of other servers: say once that a field has no effect."""

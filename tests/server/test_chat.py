@@ -77,6 +77,18 @@ async def test_n_replies_have_their_own_index_and_seed() -> None:
         assert where.omni.status().counters["accepted"] == 3
 
 
+async def test_n_replies_are_accepted_all_or_none() -> None:
+    async with site(text=SLOW % {"fact": "image"}) as where:
+        tasks = [asyncio.create_task(_chat(where, text=str(k))) for k in range(12)]
+        await until(lambda: where.omni.status().live == 12)  # there is room for 8 more
+        refused = await _chat(where, n=9)
+        assert refused.status_code == 429
+        await until(lambda: where.omni.status().live == 12)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_picture_that_the_model_did_not_want_is_left_out() -> None:
     async with site(fact="other") as where:
         message = (await _chat(where)).json()["choices"][0]["message"]
