@@ -211,6 +211,19 @@ def test_two_tasks_of_one_worker_hold_a_block_each_for_itself(edge: Edge) -> Non
     assert edge.out.freed(edge.released.pop())
 
 
+def test_a_stage_of_the_same_worker_reads_the_pool_too(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(3))
+    (ref,) = edge.payloads()
+    mine = TaskInputs(edge.writer, {"x": [ref]}, (), {}, edge.released)
+    theirs = edge.inputs(ref)
+    assert torch.equal(mine.tensors("x")[0], theirs.tensors("x")[0])
+    mine.release_all()
+    theirs.release_all()
+    assert edge.released == [(9, ref.offset, ref.generation)] * 2
+    assert edge.out.freed(edge.released.pop())
+    assert edge.pool.in_use_bytes == 0
+
+
 def test_an_unread_block_can_be_given_back(edge: Edge) -> None:
     edge.out.put(edge.task(), "hidden", _full(3))
     edge.inputs(*edge.payloads()).release_all()

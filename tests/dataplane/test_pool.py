@@ -28,7 +28,7 @@ class Bench:
         self.pool = DevicePool(self.writer, 7, "A", 1000, readers=2, epoch=3, slot_bytes=SLOT)
         self.drivers = [self.machine.process(f"reader {number}") for number in range(2)]
         self.readers = [
-            DevicePoolReader(driver, self.pool.attachment(number), device)
+            DevicePoolReader.attach(driver, self.pool.attachment(number), device)
             for number, (driver, device) in enumerate(zip(self.drivers, "AB", strict=True))
         ]
         self.sources: list[Buffer] = []
@@ -166,7 +166,7 @@ def test_a_dead_readers_slots_are_free_without_its_event(bench: Bench) -> None:
     bench.pool.free(ref.offset, ref.generation)
     driver = bench.machine.process("reader 0 again")
     bench.drivers[0], bench.reads[0] = driver, driver.new_stream("A")
-    bench.readers[0] = DevicePoolReader(driver, bench.pool.attachment(0), "A")
+    bench.readers[0] = DevicePoolReader.attach(driver, bench.pool.attachment(0), "A")
     got = bench.read(bench.send(b"second"))
     bench.machine.drain()
     assert got.bytes == b"second"

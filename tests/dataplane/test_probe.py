@@ -108,7 +108,7 @@ class Ends:
 
     def attempt_device(self) -> Attempt:
         clock = itertools.count().__next__
-        reader = DevicePoolReader(self.consumer, self.pool.attachment(0), self.device)
+        reader = DevicePoolReader.attach(self.consumer, self.pool.attachment(0), self.device)
         offer = offer_device(self.pool, self.producer, self.writes, SEED)
         assert isinstance(offer.ref, DeviceBlock)
         got = take_device(reader, self.consumer, self.reads, offer.ref, SEED, clock)
@@ -172,7 +172,7 @@ def test_a_peer_that_cannot_be_read_after_all_is_an_answer_and_no_crash() -> Non
 def test_a_wrong_byte_is_found(route: Route) -> None:
     ends = Ends(FakeMachine(), "A")
     if route is Route.DEVICE:
-        reader = DevicePoolReader(ends.consumer, ends.pool.attachment(0), "A")
+        reader = DevicePoolReader.attach(ends.consumer, ends.pool.attachment(0), "A")
         offer = offer_device(ends.pool, ends.producer, ends.writes, SEED)
         assert isinstance(offer.ref, DeviceBlock)
         ends.machine.drain()

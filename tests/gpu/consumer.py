@@ -31,7 +31,7 @@ class Consumer:
         self.driver = CudaDriver()
         self.device = self.driver.devices()[number]
         self.attach = attach
-        self.reader = DevicePoolReader(self.driver, attach, self.device)
+        self.reader = DevicePoolReader.attach(self.driver, attach, self.device)
 
     def answer(self, command: Command) -> Any:
         stream = self.driver.current_stream(self.device)
@@ -39,7 +39,7 @@ class Consumer:
             return self.reader.close()
         if command.what == "open twice":
             try:
-                DevicePoolReader(self.driver, self.attach, self.device)
+                DevicePoolReader.attach(self.driver, self.attach, self.device)
             except OmniError as error:
                 return str(error)
         assert command.ref is not None

@@ -277,6 +277,7 @@ class Loop:
             "tasks": sum(len(stage.tasks) for stage in self._stages.values()),
             "waiting": sum(stage.outbox.waiting for stage in self._stages.values()),
             "arena_bytes_in_use": self._memory.writer.in_use_bytes,
+            "pool_bytes_in_use": self._memory.pool.in_use_bytes if self._memory.pool else 0,
         }
 
 

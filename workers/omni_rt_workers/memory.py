@@ -120,7 +120,7 @@ class Memory:
         self._device = device
         self._readers: dict[int, BlockReader] = {arena.id: BlockReader(arena)}
         self._arenas: dict[int, Arena] = {arena.id: arena}
-        self._pools: dict[int, DevicePoolReader] = {}
+        self._pools = {pool.id: pool.own_reader()} if pool is not None else {}
         self._objects: dict[int, Any] = {}
         self._next_key = 1
 
@@ -159,7 +159,7 @@ class Memory:
     def attach_pool(self, attach: AttachPool) -> None:
         if self._driver is None:
             raise OmniError(f"pool {attach.pool} cannot be read here: this worker has no device")
-        self._pools[attach.pool] = DevicePoolReader(self._driver, attach, self._device)
+        self._pools[attach.pool] = DevicePoolReader.attach(self._driver, attach, self._device)
 
     def detach(self, memory_id: int) -> None:
         """Of an arena or a pool: no ref into it will come any more."""

@@ -20,6 +20,7 @@ from omni_rt.errors import ProtocolError, StaleRef
 from omni_rt.wire.messages import AttachPool
 from omni_rt.wire.spans import FreeSpans
 from omni_rt_workers.cuda.driver import Address, DeviceDriver, Event, Stream
+from omni_rt_workers.cuda.reader import DevicePoolReader
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,14 @@ class DevicePool:
             device=device,
             handle=driver.export(device, self._base),
             events=[driver.export_event(device, event) for event in events],
+        )
+
+    def own_reader(self) -> DevicePoolReader:
+        """For stages of this very process, which cannot open what it exports."""
+        read = self._events(len(self._written))
+        self._read.append(read)  # behind those of other processes: their numbers stay
+        return DevicePoolReader(
+            self._driver, self.id, self.device, self._base, self.capacity_bytes, self._written, read
         )
 
     def fits(self, nbytes: int) -> bool:

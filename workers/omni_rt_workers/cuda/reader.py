@@ -7,32 +7,55 @@ from typing import TYPE_CHECKING
 from omni_rt.errors import ProtocolError, StaleRef
 from omni_rt.wire.messages import AttachPool
 from omni_rt.wire.tensors import DeviceBlock
-from omni_rt_workers.cuda.driver import Address, DeviceDriver, Stream
+from omni_rt_workers.cuda.driver import Address, DeviceDriver, Event, Stream
 
 if TYPE_CHECKING:
     import torch
 
 
 class DevicePoolReader:
-    """One process's view of another's pool, on `device`: the pool's own or a peer of it."""
+    """One process's view of a pool, on `device`: the pool's own or a peer of it.
 
-    def __init__(self, driver: DeviceDriver, attach: AttachPool, device: str) -> None:
-        if len(attach.events) % 2:
-            raise ProtocolError(f"pool {attach.pool} has {len(attach.events)} events, not pairs")
-        self.id = attach.pool
+    `written` and `read` are the slots' events, in this process's numbers.
+    """
+
+    def __init__(
+        self,
+        driver: DeviceDriver,
+        pool_id: int,
+        device: str,
+        base: Address,
+        size_bytes: int,
+        written: list[Event],
+        read: list[Event],
+    ) -> None:
+        self.id = pool_id
         self.device = device
         self.open_blocks = 0
         self._driver = driver
-        self._size_bytes = attach.size_bytes
-        self._base = driver.open(device, attach.handle)
-        # Opened where they are waited for: waiting for an event of another device's can hang.
-        events = [driver.open_event(device, handle) for handle in attach.events]
-        count = len(events) // 2
-        self._written, self._read = events[:count], events[count:]
-        self._newest = [0] * count  # generation last seen in each slot
+        self._size_bytes = size_bytes
+        self._base = base
+        self._written, self._read = written, read
+        self._is_mapped = False  # by `attach`, so that it is ours to close
+        self._newest = [0] * len(written)  # generation last seen in each slot
         self._recorded: dict[int, tuple[int, Stream]] = {}  # slot -> generation, stream
         self._streams: set[Stream] = set()  # all that ever read from here
         self._memory: torch.Tensor | None = None
+
+    @classmethod
+    def attach(cls, driver: DeviceDriver, message: AttachPool, device: str) -> DevicePoolReader:
+        """Open another process's pool: once, for as long as that pool lives."""
+        if len(message.events) % 2:
+            raise ProtocolError(f"pool {message.pool} has {len(message.events)} events, not pairs")
+        base = driver.open(device, message.handle)
+        # Opened where they are waited for: waiting for an event of another device's can hang.
+        events = [driver.open_event(device, handle) for handle in message.events]
+        half = len(events) // 2
+        reader = cls(
+            driver, message.pool, device, base, message.size_bytes, events[:half], events[half:]
+        )
+        reader._is_mapped = True
+        return reader
 
     def __repr__(self) -> str:
         return f"<DevicePoolReader {self.id} {self.open_blocks} blocks open>"
@@ -55,6 +78,8 @@ class DevicePoolReader:
         for stream in self._streams:
             self._driver.synchronize(stream)
         self._memory = None
+        if not self._is_mapped:
+            return
         for event in [*self._written, *self._read]:
             self._driver.destroy_event(event)
         self._driver.close(self.device, self._base)
