@@ -365,6 +365,19 @@ def test_a_held_task_that_is_forgotten_sends_nothing_and_leaves_nothing(tight: D
         tight.memory.kept(Local(1, 1, 1, "uint8", (ROW,)))
 
 
+def test_output_that_waits_goes_with_an_abort_that_comes_after_the_end(tight: Desk) -> None:
+    task, other = tight.task("r"), tight.task("other")
+    for value in range(3):
+        tight.out.put(task, "latents", _row(value))
+    tight.out.finish(task)
+    tight.out.put(other, "latents", _row(9))
+    assert (tight.out.waiting, len(tight.payloads())) == (2, 2)
+    tight.out.forget_ended("r", attempt=2)
+    assert tight.out.waiting == 2
+    tight.out.forget_ended("r", attempt=1)
+    assert tight.out.waiting == 1, "the other one's output waits on"
+
+
 @pytest.mark.parametrize("end", ["forget", "finish", "fail"])
 def test_an_open_reservation_ends_with_its_task(tight: Desk, end: str) -> None:
     for _ in range(3):

@@ -196,6 +196,7 @@ class Loop:
         task = stage.tasks.get(message.request)
         if task is None or task.attempt != message.attempt:
             self.counters["dropped"] += 1
+            stage.outbox.forget_ended(message.request, message.attempt)
             return
         self.counters["aborted"] += 1
         self._drop(stage, task)

@@ -198,6 +198,12 @@ class StageOutbox:
             self._take_back(book)
             self._drop_waiting(book)
 
+    def forget_ended(self, request: str, attempt: int) -> None:
+        """The same, for a task that the engine has finished and whose output still waits here."""
+        for task in list(self._books):
+            if (task.request, task.attempt) == (request, attempt):
+                self.forget(task)
+
     def freed(self, key: BlockKey) -> bool:
         """Main gave a block back. True if it was one of this stage's."""
         lent = self._lent.pop(key, None)
