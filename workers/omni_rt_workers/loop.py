@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 import traceback
@@ -91,6 +92,9 @@ class Loop:
     # ---- run
 
     def run(self) -> None:
+        # What has been loaded stays: the garbage collector need not look through it again.
+        gc.collect()
+        gc.freeze()
         while not self.stopping:
             self.turn(block=self.idle)
 
