@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path as FilePath
+import os.path
 
 from omni_rt.config.model import AR_ENGINES, ENGINES, PipelineConfig, StageConfig
 from omni_rt.config.source import Path, Source
@@ -35,14 +35,14 @@ def check_folders(config: PipelineConfig, source: Source) -> None:
     places: dict[Path, str | None] = {("model",): config.model}
     places |= {("stages", name, "model"): stage.model for name, stage in config.stages.items()}
     for path, model in places.items():
-        if model is not None and model.startswith("/") and not FilePath(model).is_dir():
+        if model is not None and model.startswith("/") and not os.path.isdir(model):
             hint = "write a folder's path, relative to the file, or a hub id"
             raise source.error(path, f"there is no folder {model}", hint)
     for name, stage in config.stages.items():
         model = stage.model or config.model
-        if stage.part and model and FilePath(model).is_dir():
-            part = FilePath(model, stage.part)
-            if not part.is_dir():
+        if stage.part and model and os.path.isdir(model):
+            part = os.path.join(model, stage.part)
+            if not os.path.isdir(part):
                 raise source.error(("stages", name, "part"), f"there is no folder {part}")
 
 
@@ -74,7 +74,7 @@ def _options_key(stage: StageConfig) -> str:
 
 
 def _check_shared(config: PipelineConfig, name: str, source: Source) -> None:
-    """Stages that share a process: one vLLM engine at most, alike in replicas and restarts."""
+    """Stages that share a process: one vLLM engine at most, alike in all that the process has."""
     stage = config.stages[name]
     for other, its in config.stages.items():
         if other == name or (its.worker or other) != stage.worker:
@@ -86,6 +86,10 @@ def _check_shared(config: PipelineConfig, name: str, source: Source) -> None:
             if getattr(stage, key) != getattr(its, key):
                 what = f"{name} and {other} share a process and so '{key}'"
                 raise source.error(("stages", name, key), what, "write the same for both")
+        if {one.device.partition(":")[0] for one in (stage, its)} == {"cpu", "cuda"}:
+            what = f"{name} and {other} share a process and so the kind of 'device'"
+            hint = "put both on the CPU or both on GPUs"
+            raise source.error(("stages", name, "device"), what, hint)
 
 
 def _check_edge(config: PipelineConfig, k: int, source: Source) -> None:

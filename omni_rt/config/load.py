@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from pathlib import Path as FilePath
 from typing import Any
@@ -122,9 +123,10 @@ def _resolve(value: dict[str, Any], base: FilePath | None) -> None:
     for holder in holders:
         model = holder.get("model") if isinstance(holder, dict) else None
         if isinstance(model, str) and model and base is not None:
-            folder = base / FilePath(model).expanduser()
-            if model.startswith((".", "/", "~")) or folder.is_dir():
-                holder["model"] = str(folder.resolve())
+            # Of os.path: a name that cannot be a folder's is an answer there, not an exception.
+            folder = os.path.join(base, os.path.expanduser(model))
+            if model.startswith((".", "/", "~")) or os.path.isdir(folder):
+                holder["model"] = os.path.realpath(folder)
 
 
 def _expand(source: Source) -> None:

@@ -14,44 +14,51 @@ ENGINES = ("echo", "simulated", "vllm", "diffusers")
 AR_ENGINES = ("vllm",)
 
 _NAME = r"[a-z][a-z0-9_]*"
+PORT = rf"{_NAME}\.{_NAME}"
 _FUNCTION = r"[\w.]+:\w+"
 _SIZE = r"(?=.*[1-9])[0-9]+(\.[0-9]+)? ?[KMGT]iB"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _whole(pattern: str) -> str:
+    """For all of a text; `$` alone would let a line break through at its end."""
+    return rf"^({pattern})$(?!\n)"
+
 
 # The description is what an error says was expected.
 Name = Annotated[
     str,
     Meta(
-        pattern=f"^{_NAME}$",
+        pattern=_whole(_NAME),
         description="a name of lower-case letters, digits and _ that begins with a letter",
     ),
 ]
 Port = Annotated[
     str,
     Meta(
-        pattern=rf"^{_NAME}\.{_NAME}$",
+        pattern=_whole(PORT),
         description="a port, written as stage.port in lower-case letters, digits and _",
     ),
 ]
 Engine = Annotated[
     str,
     Meta(
-        pattern=f"^({'|'.join(ENGINES)}|{_FUNCTION})$",
+        pattern=_whole(f"{'|'.join(ENGINES)}|{_FUNCTION}"),
         description=f"an engine: {', '.join(ENGINES)} or module:function",
     ),
 ]
 Device = Annotated[
     str,
-    Meta(pattern="^(auto|cpu|cuda:[0-9]+)$", description="a device: auto, cpu or cuda:N"),
+    Meta(pattern=_whole("auto|cpu|cuda:[0-9]+"), description="a device: auto, cpu or cuda:N"),
 ]
 Condition = Annotated[
-    str, Meta(pattern=f"^(not )?{_NAME}$", description="a fact's name, or 'not' and its name")
+    str, Meta(pattern=_whole(f"(not )?{_NAME}"), description="a fact's name, or 'not' and its name")
 ]
 Function = Annotated[
-    str, Meta(pattern=f"^{_FUNCTION}$", description="a function, written as module:function")
+    str, Meta(pattern=_whole(_FUNCTION), description="a function, written as module:function")
 ]
 Size = Annotated[
-    str, Meta(pattern=f"^{_SIZE}$", description="a size such as 256MiB or 1.5GiB (KiB to TiB)")
+    str, Meta(pattern=_whole(_SIZE), description="a size such as 256MiB or 1.5GiB (KiB to TiB)")
 ]
 Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]

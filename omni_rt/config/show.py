@@ -10,7 +10,7 @@ import msgspec
 import yaml
 
 from omni_rt.config.load import load
-from omni_rt.config.model import PipelineConfig
+from omni_rt.config.model import PORT, PipelineConfig
 from omni_rt.config.source import Dumper, Path, Source
 
 
@@ -61,8 +61,7 @@ def schema() -> dict[str, Any]:
     """The JSON schema of a pipeline file, for editors. Edges may be written as strings."""
     full = msgspec.json.schema(PipelineConfig)
     edge = full["$defs"]["EdgeConfig"]
-    port = edge["properties"]["from"]["pattern"].strip("^$")
-    arrow = {"type": "string", "pattern": rf"^\s*{port}\s*->\s*{port}\s*$"}
+    arrow = {"type": "string", "pattern": rf"^\s*{PORT}\s*->\s*{PORT}\s*$"}
     full["$defs"]["EdgeConfig"] = {"anyOf": [arrow, edge]}
     stream = edge["properties"]["stream"]
     stream["anyOf"] = [{"type": "boolean"}, *stream["anyOf"]]

@@ -64,6 +64,8 @@ def read(text: str, name: str) -> Source:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: this is not YAML: {error.reason}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}:1: this is nested too deeply") from error
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
             f"{name}:1: a pipeline file is a mapping",
@@ -89,12 +91,19 @@ def _value(node: yaml.Node, path: Path, name: str, places: dict[Path, str]) -> A
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, (*path, k), name, places) for k, item in enumerate(node.value)]
     try:
-        return Loader("").construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, a day that is none
+        return _scalar(node)
+    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, a day
         what = f"cannot read '{node.value}'"
         raise ConfigError(
             f"{name}:{line}: {dotted(path)}: {what}", hint="quote it if it is text"
         ) from error
+
+
+def _scalar(node: yaml.Node) -> Any:
+    value = Loader("").construct_object(node)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(f"{type(value).__name__} is no plain value")  # YAML also knows days and bytes
 
 
 def _mapping(

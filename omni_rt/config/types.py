@@ -28,6 +28,9 @@ def check_types(source: Source, value: Any, declared: Any, path: Path = ()) -> N
         for key, item in _expect(dict, source, value, path).items():
             _check_scalar(source, key, key_type, (*path, key))
             check_types(source, item, item_type, (*path, key))
+    elif declared is Any and isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            check_types(source, item, Any, (*path, key))
     elif typing.get_origin(declared) is tuple:
         for k, item in enumerate(_expect(list, source, value, path)):
             check_types(source, item, typing.get_args(declared)[0], (*path, k))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ WRONG = {
         1,
         "name: cannot read '2026-13-45'. quote it if it is text",
     ),
+    "day": (
+        "name: 2026-12-01",
+        1,
+        "name: cannot read '2026-12-01'. quote it if it is text",
+    ),
+    "bytes": (
+        pipeline("a: {engine: echo, sampling: {x: !!binary aGk=}}"),
+        2,
+        "stages.a.sampling.x: cannot read 'aGk='. quote it if it is text",
+    ),
+    "brackets without end": ("stages: " + "[" * 3000, 1, "this is nested too deeply"),
     "alias in itself": ("stages: &s\n  a: *s", 1, "stages.a.a.a... is nested too deeply"),
     "unknown key": (
         pipeline("a: {engine: echo,", "    max_bach: 3}"),
@@ -119,6 +131,16 @@ WRONG = {
         pipeline("Writer: {engine: echo}"),
         2,
         f"stages.Writer: expected {NAME}, got 'Writer'",
+    ),
+    "stage name with a line break": (
+        pipeline('"a\\n": {engine: echo}'),
+        2,
+        f"stages.a\n: expected {NAME}, got 'a\\n'",
+    ),
+    "size with a line break": (
+        pipeline('a: {engine: echo, arena: "1MiB\\n"}'),
+        2,
+        "stages.a.arena: expected a size such as 256MiB or 1.5GiB (KiB to TiB), got '1MiB\\n'",
     ),
     "worker name": (
         pipeline("a: {engine: echo, worker: GPU-0}"),
@@ -201,6 +223,11 @@ WRONG = {
         2,
         "stages.a.sampling.temperature: expected a finite number, got nan",
     ),
+    "not a number inside sampling": (
+        pipeline("a: {engine: echo, sampling: {bias: [1.0, {x: .nan}]}}"),
+        2,
+        "stages.a.sampling.bias[1].x: expected a finite number, got nan",
+    ),
     "text": (
         pipeline(A, "b: {engine: diffusers, model: 7}"),
         3,
@@ -270,6 +297,15 @@ WRONG = {
         pipeline("a: {engine: echo}", "b: {engine: echo, worker: a, restart: {wait_s: 1}}"),
         3,
         "stages.b.restart: b and a share a process and so 'restart'. write the same for both",
+    ),
+    "devices of a shared process": (
+        pipeline(
+            "a: {engine: echo, worker: w, device: 'cuda:1'}",
+            "b: {engine: echo, worker: w, device: cpu}",
+        ),
+        2,
+        "stages.a.device: a and b share a process and so the kind of 'device'. "
+        "put both on the CPU or both on GPUs",
     ),
     "no arrow": (
         pipeline(A, B, edges=("a.out to b.in",)),
@@ -403,13 +439,15 @@ def test_a_graph_without_a_file_is_checked_as_well(
         Graph.from_config(config)
 
 
-@pytest.mark.parametrize("model", ["./lm", "../lm", "/nowhere/lm"])
+@pytest.mark.parametrize(
+    "model", ["./lm", "../lm", "/nowhere/lm", "~nobody_of_that_name/lm", "./" + "x" * 300]
+)
 def test_missing_folder_is_named_as_it_was_looked_for(tmp_path: Path, model: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(pipeline(A, "b: {engine: diffusers,", f"    model: {model}}}"))
     with pytest.raises(ConfigError) as caught:
         load_pipeline(file)
-    tried = (tmp_path / model).resolve()
+    tried = os.path.realpath(tmp_path / model)
     assert str(caught.value).startswith(
         f"{file}:4: stages.b.model: there is no folder {tried}. write a folder's path"
     )

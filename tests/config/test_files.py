@@ -94,6 +94,26 @@ def test_a_number_with_an_exponent_is_a_number() -> None:
     assert sampling == {"temperature": 0.001, "note": "1e-3"}
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("cuda:0", "auto"), ("cuda:0", "cuda:1"), ("cpu", "auto"), ("cpu", "cpu")],
+)
+def test_stages_on_devices_of_one_kind_may_share_a_process(one: str, other: str) -> None:
+    text = (
+        f"stages:\n  a: {{engine: echo, worker: w, device: '{one}'}}\n"
+        f"  b: {{engine: echo, worker: w, device: '{other}'}}\noutputs: {{text: a.text}}"
+    )
+    stages = parse_pipeline(text, "mine.yaml").stages
+    assert (stages["a"].device, stages["b"].device) == (one, other)
+
+
+@pytest.mark.parametrize("written", ["a/" * 2000 + "lm", "x" * 300])
+def test_a_name_too_long_for_a_folder_is_no_folder(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"model: {written}\n{ECHO}")
+    assert load_pipeline(file).model == written
+
+
 def test_an_anchor_is_written_once_and_used_twice() -> None:
     text = "stages: {a: &a {engine: echo, queue: 3}, b: *a}\noutputs: {text: a.text}"
     stages = parse_pipeline(text, "mine.yaml").stages
