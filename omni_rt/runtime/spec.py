@@ -50,7 +50,8 @@ def device_of(config: PipelineConfig, stage: str, replica: int) -> str:
     if device != "auto":
         return device
     gpus = gpu_count()
-    place = list(config.stages).index(stage) + replica
+    workers = list(dict.fromkeys(s.worker or name for name, s in config.stages.items()))
+    place = workers.index(config.stages[stage].worker or stage) + replica  # one device a worker
     return f"cuda:{place % gpus}" if gpus else "cpu"
 
 
