@@ -22,12 +22,12 @@ from omni_rt import AsyncOmni, Request
 from omni_rt.config import parse_pipeline
 from omni_rt.wire.messages import StageSpec
 
-REQUESTS, TOKENS, BATCH = 48, 64, 16
+REQUESTS, TOKENS, BATCH = 96, 64, 16
 PROMPTS = [f"a picture of {n} red circles and {n % 5} blue squares" for n in range(REQUESTS)]
 SAMPLING = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
 WRITER = f"""
 model: {MODEL}
-stages: {{writer: {{engine: vllm, part: writer, device: cpu, max_batch: {BATCH}}}}}
+stages: {{writer: {{engine: vllm, part: writer, device: cpu, max_batch: {BATCH}, queue: 96}}}}
 outputs: {{text: writer.text}}
 """
 CHUNK_BYTES = 256
