@@ -51,12 +51,14 @@ class PainterSettings:
     single_wordings: int = 80
     single_drawings: int = 30
     scenes: int | None = None  # use so many only
+    compiled: bool = True
     checks: int = 400  # held-out requests painted at the end
     schedule: Schedule = Schedule(steps=5000, peak_rate=2.5e-3, average_decay=0.998, muon_rate=1e-2)
 
 
 FULL = PainterSettings()
 QUICK = PainterSettings(
+    compiled=False,
     batch=8,
     scenes=100,
     pair_wordings=1,
@@ -126,7 +128,7 @@ def train_painter(
     )
     pipeline.set_progress_bar_config(disable=True)
     examination = Examination(plain.Model(tokenizer, writer, pipeline), settings.checks)
-    forward = _quick_forward()
+    forward = _quick_forward() if settings.compiled else batched_forward
     scale = float(bank.captions[0, : int(bank.lengths[0])].std())
 
     def loss_at(step: int) -> Tensor:
@@ -357,7 +359,8 @@ class Examination:
         for picture, asked in zip(pictures, self._asked, strict=False):
             assert asked.scene is not None
             right += train_vae.judge_scene(picture, asked.scene) is None
-        contact_sheet(pictures[:50]).save(sheet)
+        if pictures:  # a writer that has learnt nothing asks for none
+            contact_sheet(pictures[:50]).save(sheet)
         return f"held-out pictures judged right {right}/{requests}"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-THREADS = 2
+THREADS = 1  # small layers gain little from a second core, and lose much where it is not free
 _SAVE_EVERY = 200  # steps
 _LAYER = re.compile(r"\.(attention|feed_forward)\.")
 
