@@ -6,6 +6,7 @@ worker's rows, and how vLLM is emptied after a step that failed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
-from omni_rt_workers.engines.vllm_ar import arguments
+from omni_rt_workers.engines.vllm_ar import arguments, rest
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,9 @@ class Core:
         try:
             config = arguments.engine_args(spec, hidden).create_engine_config()
             arguments.set_scheduler(config)
-            self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+            alone = config.parallel_config.world_size == 1
+            with rest.drowsy_threads() if alone else contextlib.nullcontext():
+                self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except BaseException as error:
             cleanup_dist_env_and_memory()
             if not isinstance(error, ValueError | OSError):
