@@ -20,8 +20,8 @@ class Source:
 
     The acknowledgement is one byte of the sink's through a FIFO. `mode`: "copy" puts a tensor that
     lies elsewhere (one copy), "inplace" publishes one that was written in place (none), "bytes"
-    puts bytes. With a depth of 1 it pauses between two tensors, in which the leases come back, as a stage's step does.
-    Gives the times at which it held each tensor on `sent`, int64 ns.
+    puts bytes. With a depth of 1 it pauses between two tensors, in which the leases come back, as
+    in a stage's step. Gives the times at which it held each tensor on `sent`, int64 ns.
     """
 
     def __init__(self, spec: StageSpec, out: Outbox) -> None:

@@ -13,14 +13,20 @@ import asyncio
 import os
 import tempfile
 import warnings
+from contextlib import AsyncExitStack
 
 import numpy as np
 import uvloop
+from msgspec.structs import replace
 
 from bench.common import child_path, finish, p50, p99
 from bench.peers import PEERS, Peers
 from omni_rt import AsyncOmni, Data, Request
 from omni_rt.config import parse_pipeline
+from omni_rt.runtime.process import Handle, OnExit, ProcessLauncher
+from omni_rt.wire.arena import Arena
+from omni_rt.wire.messages import WorkerSpec
+from omni_rt.wire.tensors import INLINE_LIMIT_BYTES
 
 SIZES = {"256B": 256, "4KB": 4 << 10, "16KB": 16 << 10, "64KB": 64 << 10}
 SIZES |= {"1MB": 1 << 20, "16MB": 16 << 20, "64MB": 64 << 20}
@@ -55,6 +61,49 @@ async def ours(
         if isinstance(output, Data):
             times[output.output] = np.frombuffer(output.data, dtype=np.int64).tolist()
     return times["sent"], times[until]
+
+
+class Limited(ProcessLauncher):
+    """Workers with another inline limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+
+    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> Handle:
+        return super().launch(replace(spec, inline_limit_bytes=self._limit_bytes), arena, on_exit)
+
+
+async def crossover(rounds: int, fifos: tuple[str, str]) -> dict[str, object]:
+    """From which size on a block in the arena is faster than bytes in the message."""
+    times: dict[tuple[str, int], list[float]] = {}
+    sizes = [1 << n for n in range(10, 19)]
+    async with AsyncExitStack() as stack:
+        omnis = {}
+        for name, limit, fifo in zip(("inline", "block"), (1 << 20, 0), fifos, strict=True):
+            config = parse_pipeline(PIPELINE % {"fifo": fifo}, f"{name}.yaml")
+            omni = AsyncOmni(config, launcher=Limited(limit))
+            omnis[name] = await stack.enter_async_context(omni)
+        for number in range(rounds + 1):
+            for size in sizes:
+                for name, omni in omnis.items():
+                    sent, got = await ours(omni, "copy", size, 60, 1)
+                    if number:  # the first was to warm up
+                        took = [(g - s) / 1e3 for s, g in zip(sent, got, strict=True)]
+                        times.setdefault((name, size), []).extend(took)
+    middle = {key: p50(took) for key, took in times.items()}
+    print("\nbytes, us inline, us in the arena")
+    for size in sizes:
+        print(f"{size:8} {middle['inline', size]:8.0f} {middle['block', size]:8.0f}")
+    slower = [size for size in sizes if middle["inline", size] > middle["block", size]]
+    always = [size for size in slower if all(larger in slower for larger in sizes if larger > size)]
+    return {
+        "inline_arena_crossover_bytes": min(always, default=2 * sizes[-1]),
+        "inline_limit_bytes": INLINE_LIMIT_BYTES,
+        **{
+            f"inline_over_arena_{size}B": round(middle["inline", size] / middle["block", size], 3)
+            for size in sizes
+        },
+    }
 
 
 async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:
@@ -115,13 +164,20 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("ways", "crossover"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     child_path()
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Peers() as peers:
-        fifo = f"{folder}/ack"
-        os.mkfifo(fifo)
-        result = uvloop.run(measure(args.rounds, fifo, peers))
+    result: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        fifos = (f"{folder}/ack", f"{folder}/ack2")
+        for fifo in fifos:
+            os.mkfifo(fifo)
+        if args.only in (None, "ways"):
+            with Peers() as peers:
+                result |= uvloop.run(measure(args.rounds, fifos[0], peers))
+        if args.only in (None, "crossover"):
+            result |= uvloop.run(crossover(args.rounds, fifos))
     finish({"bench": "handoff", "rounds": args.rounds, **result})
 
 

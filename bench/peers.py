@@ -99,7 +99,7 @@ def _router(folder: str) -> None:
                     name, frame = socket.recv_multipart(zmq.NOBLOCK)
                     socket.send_multipart((name if frame == b"hello" else b"sink", frame))
 
-        asyncio.get_running_loop().add_reader(socket.getsockopt(zmq.FD), forward)
+        asyncio.get_running_loop().add_reader(int(socket.getsockopt(zmq.FD)), forward)
         forward()
         await asyncio.Event().wait()
 
@@ -132,7 +132,8 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
         if peer.startswith("torch_"):
             way = "file_descriptor" if peer == "torch_fd" else "file_system"
             tmp.set_sharing_strategy(way)
-        sent, out = [], 0
+        sent: list[int] = []
+        out = 0
         for _ in range(count):
             while out >= depth:
                 out -= len(os.read(ack, 64))
@@ -151,7 +152,7 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
                 case "torch_fd" | "torch_fs":
                     torch_queue.put(tensor)
                 case "zmq_multipart":
-                    pair.send_multipart([b"head", source.numpy()], copy=False)
+                    pair.send_multipart([b"head", source.numpy().data], copy=False)
             out += 1
         while out:
             out -= len(os.read(ack, 64))

@@ -110,8 +110,9 @@ def script(control: Connection) -> None:
     Torch's threads are the user's to choose: each message says how many, 0 is the end.
     """
     sys.path.insert(0, str(ROOT / "demo"))
-    import plain
     import torch
+
+    import plain
 
     model = plain.load(MODEL)
     control.send("ready")
