@@ -66,3 +66,8 @@ def all_end(pids: list[int], seconds: float) -> bool:
 def short_folder() -> Path:
     """A temporary folder whose path leaves room for a socket's name; pytest's own do not."""
     return Path(tempfile.mkdtemp())
+
+
+def shared_memory() -> set[str]:
+    """What lies in /dev/shm, but for the semaphores of other programs' multiprocessing."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}

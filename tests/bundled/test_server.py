@@ -18,7 +18,7 @@ import speech
 import world
 from evaluate import examine, held_out_dialogues, http_asker
 from tests.bundled.client import answer, chat, get
-from tests.processes import all_end, serving, short_folder, workers_of
+from tests.processes import all_end, serving, shared_memory, short_folder, workers_of
 
 pytestmark = pytest.mark.model
 
@@ -125,7 +125,7 @@ def test_a_client_that_goes_away_stops_its_request_everywhere(server: Server) ->
 def test_a_signal_under_load_ends_all_in_time() -> None:
     """Here its own server: stopped by SIGTERM while it paints for longer than it is given."""
     folder = short_folder()
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     with serving(None, folder) as (process, url):
         workers = workers_of(process.pid)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -139,12 +139,12 @@ def test_a_signal_under_load_ends_all_in_time() -> None:
         assert all_end(workers, 2)
     assert os.listdir(folder) == []
     folder.rmdir()
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_memory() == shm
 
 
 def test_a_killed_server_leaves_nothing() -> None:
     folder = short_folder()
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     with serving(None, folder) as (process, url):
         workers = workers_of(process.pid)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -157,7 +157,7 @@ def test_a_killed_server_leaves_nothing() -> None:
         assert all_end(workers, 2)
     assert os.listdir(folder) == []
     folder.rmdir()
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_memory() == shm
 
 
 def _until_ready(url: str, limit_s: float = 90.0) -> None:

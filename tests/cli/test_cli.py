@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import all_end, serving, short_folder, workers_of
+from tests.processes import all_end, serving, shared_memory, short_folder, workers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ECHO = """
@@ -127,7 +127,7 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
     config = tmp_path / "slow.yaml"
     config.write_text(SLOW)
     folder = short_folder()
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     with serving(config, folder) as (process, url):
         workers = workers_of(process.pid)
         body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True})
@@ -142,7 +142,7 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
         assert rest.endswith(b"data: [DONE]\n\n")
         assert process.wait(10) == 0
         assert all_end(workers, 2)
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_memory() == shm
     assert os.listdir(folder) == []
     folder.rmdir()
 

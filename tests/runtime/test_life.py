@@ -24,6 +24,7 @@ from omni_rt.errors import (
 )
 from omni_rt.request import Done, Request, Text
 from omni_rt.runtime.omni import AsyncOmni, Omni
+from tests.processes import shared_memory
 from tests.runtime.real import (
     CHAIN,
     ECHO,
@@ -252,7 +253,7 @@ _MAIN = """
 
 
 def test_nothing_outlives_a_killed_main() -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     folder = tempfile.mkdtemp()  # pytest's own have too long a path for a socket
     main = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_MAIN), CHAIN.replace("steps: 8", "steps: 100000")],
@@ -269,7 +270,7 @@ def test_nothing_outlives_a_killed_main() -> None:
     for end in ends:
         assert _readable_within(end, 2.0), "a worker lived on"
         os.close(end)
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shared_memory() == shm
     assert os.listdir(folder) == []
     os.rmdir(folder)
 
