@@ -199,7 +199,7 @@ class ZmqWorkerChannel:
     def receive(self, *, block: bool) -> list[ToWorker]:
         messages: list[ToWorker] = []
         # Asking first costs a fifth of a `recv` that raises `Again`.
-        while block or self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while block or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             messages += self._decoder.decode(self._socket.recv())
             block = False
         return messages
