@@ -28,6 +28,9 @@ class AutoencoderSettings:
     checks: int = 300  # pictures painted back at the end
     schedule: Schedule = Schedule(steps=3000, peak_rate=2.5e-3, average_decay=0.99)
     polish: Schedule = Schedule(steps=1800, peak_rate=1e-3, average_decay=0.99)  # a second round
+    latent_noise: float = 0.05  # of the latents' deviation, while the decoder learns alone
+    like_share: float = 0.4  # of its pictures show two things of one colour, the hardest to tell
+    decoder: Schedule = Schedule(steps=1500, peak_rate=1e-3, average_decay=0.99)
 
 
 FULL = AutoencoderSettings()
@@ -36,7 +39,8 @@ QUICK = AutoencoderSettings(
     batch=4,
     small_steps=15,
     schedule=Schedule(steps=20, peak_rate=2.5e-3, warmup=10),
-    polish=Schedule(steps=5, peak_rate=2e-3, warmup=5),
+    polish=Schedule(steps=5, peak_rate=1e-3, warmup=5),
+    decoder=Schedule(steps=5, peak_rate=1e-3, warmup=5),
 )
 
 
@@ -56,8 +60,32 @@ def train_autoencoder(out: Path, work: Path, settings: AutoencoderSettings, seed
     fit(model, loss_at, settings.schedule, work / "autoencoder.pt")
     fit(model, lambda step: loss_at(first_round + step), settings.polish, work / "polish.pt")
     standardise_latents(model, random.Random(f"statistics {seed}"))
+    train_decoder(model, work, settings, seed)
     model.save_pretrained(out)
     print(f"autoencoder: {check(model, settings.checks)}", flush=True)
+
+
+def train_decoder(
+    model: AutoencoderKL, work: Path, settings: AutoencoderSettings, seed: int
+) -> None:
+    """A last round for the decoder alone: the latents stay as they are."""
+    like = [s for s in world.TRAINING_PAIRS if s.things[0].color == s.things[1].color]
+
+    def loss_at(step: int) -> Tensor:
+        rng = random.Random(f"decoder {seed} {step}")
+        scenes = [
+            rng.choice(like) if rng.random() < settings.like_share else world.training_scene(rng)
+            for _ in range(settings.batch)
+        ]
+        pictures = draw_batch(scenes, rng)
+        latents = encode(model, pictures)
+        noise = torch.Generator().manual_seed(seed + step)
+        latents += settings.latent_noise * torch.randn(latents.shape, generator=noise)
+        with torch.autocast("cpu", torch.bfloat16):
+            painted = model.decode(latents).sample.float()
+        return _error(painted, pictures, settings)
+
+    fit(model.decoder, loss_at, settings.decoder, work / "decoder.pt")
 
 
 def make_autoencoder(settings: AutoencoderSettings) -> AutoencoderKL:
@@ -104,13 +132,15 @@ def _loss(
     with torch.autocast("cpu", torch.bfloat16):  # twice as fast, and no less sharp
         latent = model.encode(pictures).latent_dist
         painted = model.decode(latent.sample(noise)).sample.float()
+    kl: Tensor = latent.kl().float().mean() / pictures[0].numel()
+    return _error(painted, pictures, settings) + settings.kl_weight * kl
+
+
+def _error(painted: Tensor, pictures: Tensor, settings: AutoencoderSettings) -> Tensor:
     chroma = pictures.amax(1, keepdim=True) - pictures.amin(1, keepdim=True)
     weight = 1 + settings.thing_weight * (chroma > 0.3)
     difference = (painted - pictures).abs()
-    error = (weight * (difference + 2 * difference**2)).mean() / weight.mean()
-    kl: Tensor = latent.kl().float().mean() / pictures[0].numel()
-    loss: Tensor = error + settings.kl_weight * kl
-    return loss
+    return (weight * (difference + 2 * difference**2)).mean() / weight.mean()
 
 
 @torch.no_grad()
