@@ -151,7 +151,8 @@ def main(address: str, identity: str, arena: int) -> None:
         messages = channel.receive(block=True)
         if any(isinstance(message, Stop) for message in messages):
             break
-        channel.send([Pong(m.number, {}) for m in messages if isinstance(m, Ping)])
+        if pongs := [Pong(m.number, {}) for m in messages if isinstance(m, Ping)]:
+            channel.send(pongs)
         if inputs:
             sink(channel, stage, [m for m in messages if isinstance(m, Feed)])
             continue

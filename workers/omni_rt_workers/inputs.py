@@ -10,7 +10,7 @@ from omni_rt.errors import ProtocolError, StaleRef
 from omni_rt.wire.messages import Payload, TextPiece
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 from omni_rt_workers.cuda.reader import OpenBlock
-from omni_rt_workers.memory import Memory
+from omni_rt_workers.memory import Memory, torch_side
 
 if TYPE_CHECKING:
     import torch
@@ -113,15 +113,13 @@ class TaskInputs:
         raise ProtocolError(f"a {type(ref).__name__} cannot be read as bytes here")
 
     def _tensor(self, ref: Payload | TextPiece, port: str, at: int) -> torch.Tensor:
-        from omni_rt_workers.tensors import as_tensor
-
         if isinstance(ref, Inline | Block):
             view = self._memory.view(ref)
-            return as_tensor(view, ref.dtype, ref.shape)
+            return torch_side().as_tensor(view, ref.dtype, ref.shape)
         if isinstance(ref, Local):
             kept: Any = self._memory.kept(ref)
             if isinstance(kept, memoryview):
-                return as_tensor(kept, ref.dtype, ref.shape)
+                return torch_side().as_tensor(kept, ref.dtype, ref.shape)
             tensor: torch.Tensor = kept
             return tensor
         if isinstance(ref, DeviceBlock):

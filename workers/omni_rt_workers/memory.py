@@ -6,6 +6,7 @@ start at once. `tensors.py` makes tensors of the views.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_rt.errors import OmniError, StaleRef
@@ -19,8 +20,28 @@ from omni_rt_workers.cuda.reader import DevicePoolReader, OpenBlock
 if TYPE_CHECKING:
     import torch
 
-
 Shape = tuple[int, ...]
+
+
+class TorchSide(Protocol):
+    """The module `tensors`."""
+
+    def as_tensor(self, view: memoryview, dtype: str, shape: Shape) -> torch.Tensor: ...
+    def typed(self, memory: torch.Tensor, dtype: str, shape: Shape) -> torch.Tensor: ...
+    def empty(
+        self, dtype: str, shape: Shape, device: torch.device | str = "cpu"
+    ) -> torch.Tensor: ...
+    def dtype_name(self, dtype: torch.dtype) -> str: ...
+    def to_bytes(self, tensor: torch.Tensor) -> bytes: ...
+
+
+@functools.cache
+def torch_side() -> TorchSide:
+    """`tensors`, imported when a tensor is asked for first; an import statement on the way of each
+    would cost it 5 us and more every time."""
+    from omni_rt_workers import tensors
+
+    return tensors
 
 
 class Room(Protocol):
@@ -56,9 +77,7 @@ class ArenaRoom:
         self._writer = writer
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        from omni_rt_workers.tensors import as_tensor
-
-        return as_tensor(self.view, dtype, shape)
+        return torch_side().as_tensor(self.view, dtype, shape)
 
     def write(self, data: bytes | memoryview | torch.Tensor, dtype: str, shape: Shape) -> None:
         if isinstance(data, bytes | memoryview):
@@ -82,9 +101,7 @@ class PoolRoom:
         self._place = place
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        from omni_rt_workers.tensors import typed
-
-        return typed(self._pool.tensor(self._place), dtype, shape)
+        return torch_side().typed(self._pool.tensor(self._place), dtype, shape)
 
     def write(self, data: bytes | memoryview | torch.Tensor, dtype: str, shape: Shape) -> None:
         assert not isinstance(data, bytes | memoryview)
@@ -193,10 +210,8 @@ class Memory:
 
     def tensor(self, block: OpenBlock) -> torch.Tensor:
         """What is in the block, for the stream that is current now."""
-        from omni_rt_workers.tensors import typed
-
         block.use_on(self._stream())
-        return typed(block.tensor(), block.ref.dtype, block.ref.shape)
+        return torch_side().typed(block.tensor(), block.ref.dtype, block.ref.shape)
 
     def check(self, ref: Block) -> None:
         """Raise `StaleRef` if the block was reused while it was lent: what was read is void."""

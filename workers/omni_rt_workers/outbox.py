@@ -28,7 +28,7 @@ from omni_rt.wire.messages import (
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local, nbytes_of
 from omni_rt_workers.cuda.pool import DevicePool
 from omni_rt_workers.engine import Task
-from omni_rt_workers.memory import Memory, Room
+from omni_rt_workers.memory import Memory, Room, torch_side
 
 if TYPE_CHECKING:
     import torch
@@ -102,24 +102,20 @@ class StageOutbox:
             self._chunk_or_wait(task, "text", TextPiece(text, tokens))
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
-        from omni_rt_workers.tensors import dtype_name, to_bytes
-
         if port not in task.emit:
             return
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        dtype, shape = torch_side().dtype_name(tensor.dtype), tuple(tensor.shape)
         if task.emit[port].transport == "local" and tensor.numel():
             # On its device; a copy, for the engine may write into its own one at the next step.
             self._keep(task, port, dtype, shape, tensor.detach().clone(), last)
             return
         if tensor.nbytes <= self._inline_limit:
-            self._send(task, port, dtype, shape, to_bytes(tensor), last, None)
+            self._send(task, port, dtype, shape, torch_side().to_bytes(tensor), last, None)
             return
         self.reserve(task, port, shape, dtype).copy_(tensor.detach())
         self.publish(task, port, last=last)
 
     def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        from omni_rt_workers.tensors import empty
-
         nbytes, transport = nbytes_of(dtype, shape), task.emit[port].transport
         book = self._book(task)
         self._take_back(book, port)
@@ -131,15 +127,13 @@ class StageOutbox:
         if room is not None:
             tensor = room.tensor(dtype, shape)
         else:
-            tensor = empty(dtype, shape, pool.memory.device if pool else "cpu")
+            tensor = torch_side().empty(dtype, shape, pool.memory.device if pool else "cpu")
         book.reserved[port] = _Reserved(dtype, shape, room, tensor, pool is not None)
         return tensor
 
     def publish(
         self, task: Task, port: str, *, last: bool = False, meta: dict[str, Any] | None = None
     ) -> None:
-        from omni_rt_workers.tensors import to_bytes
-
         book = self._book(task)
         if book.dead:  # what is reserved goes back when the loop has aborted the task
             return
@@ -150,7 +144,7 @@ class StageOutbox:
         elif task.emit[port].transport == "local" and nbytes_of(held.dtype, held.shape):
             self._keep(task, port, held.dtype, held.shape, held.tensor, last, meta)
         else:
-            data = held.tensor if held.on_device else to_bytes(held.tensor)
+            data = held.tensor if held.on_device else torch_side().to_bytes(held.tensor)
             self._send(task, port, held.dtype, held.shape, data, last, meta)
 
     def put_bytes(
