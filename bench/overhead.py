@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import uvloop
 
@@ -89,6 +90,11 @@ async def our_seconds(omni: AsyncOmni) -> float:
     return time.perf_counter() - started
 
 
+def thread_cpu_s(pid: int) -> float:
+    """CPU seconds of a process's main thread, which is the one that steps the engine."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 async def ar(rounds: int) -> dict[str, object]:
     """Throughput of the bundled writer in the runtime over that of vLLM alone."""
     context = mp.get_context("spawn")
@@ -96,13 +102,23 @@ async def ar(rounds: int) -> dict[str, object]:
     process = context.Process(target=bare_vllm, args=(theirs,), daemon=True)
     process.start()
     ours, bare = [], []
+    ours_cpu, bare_cpu = [], []
     async with AsyncOmni(parse_pipeline(WRITER, "writer.yaml")) as omni:
         await asyncio.to_thread(control.recv)
+        worker = omni.status().stages["writer"].pid
+        assert worker is not None
+        assert process.pid is not None
         for number in range(rounds + 1):
-            first = await our_seconds(omni) if number % 2 else None
-            control.send("go")
-            bare.append(await asyncio.to_thread(control.recv))
-            ours.append(await our_seconds(omni) if first is None else first)
+            for way in ("ours", "bare") if number % 2 else ("bare", "ours"):
+                pid = worker if way == "ours" else process.pid
+                before = thread_cpu_s(pid)
+                if way == "ours":
+                    ours.append(await our_seconds(omni))
+                    ours_cpu.append(thread_cpu_s(pid) - before)
+                else:
+                    control.send("go")
+                    bare.append(await asyncio.to_thread(control.recv))
+                    bare_cpu.append(thread_cpu_s(pid) - before)
     control.send("stop")
     process.join(10)
     process.kill()
@@ -110,6 +126,7 @@ async def ar(rounds: int) -> dict[str, object]:
     print(f"AR: {REQUESTS} requests of {TOKENS} tokens: {mine:.3f} s, bare {theirs_s:.3f} s")
     return {
         "ar_throughput_ratio": round(theirs_s / mine, 3),
+        "ar_cpu_ratio": round(p50(bare_cpu[1:]) / p50(ours_cpu[1:]), 3),
         "ar_tokens_per_s": round(REQUESTS * TOKENS / mine),
         "ar_bare_tokens_per_s": round(REQUESTS * TOKENS / theirs_s),
     }
