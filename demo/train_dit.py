@@ -31,9 +31,7 @@ from training import Schedule, fit
 
 CAPTION = 32  # tokens; the transformer pads captions to multiples of this
 PATCH = 2
-NOISE_SHIFT = (
-    2.0  # spends more of training and of sampling near pure noise, where colours are settled
-)
+NOISE_SHIFT = 2.0  # more of training and sampling near pure noise, where colours are settled
 
 
 @dataclass(frozen=True)
