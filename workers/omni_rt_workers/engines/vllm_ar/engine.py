@@ -152,18 +152,20 @@ class AREngine:
         """Also when those that could run wait for memory that held ones keep."""
         if self._core.owes_step:
             return False
+        if self._blocked is None:
+            return all(reply.task.held for reply in self._replies.values())
         runnable = self._runnable()
         return not runnable or runnable == self._blocked
 
     def step(self) -> None:
-        runnable = self._runnable()
         held = {reply.id for reply in self._replies.values() if reply.task.held}
+        runnable = self._runnable() if held else None
         try:
             outputs = self._core.step(held)
         except Exception:
             self._recover()
             raise
-        self._blocked = runnable if held and not self._core.moved else None
+        self._blocked = None if self._core.moved else runnable
         self._fetch_rows(outputs)
         for output in outputs:
             self._give(output)
