@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 CONFIG ?=
-NAME ?= handoff
+NAME ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -43,8 +43,8 @@ check: $(READY)  ## lint, format, types, and which module may import which
 	$(BIN)/mypy
 	PYTHONPATH=.:workers $(BIN)/lint-imports
 
-bench: $(READY)  ## where the time goes; NAME=handoff ARGS=--quick
-	$(BIN)/python -m bench.$(NAME) $(ARGS)
+bench: $(READY)  ## where the time goes: all benches, or NAME=handoff ARGS="--rounds 3"
+	$(BIN)/python -m bench $(NAME) $(ARGS)
 
 demo-train: $(READY)  ## train the bundled model again
 	$(BIN)/python demo/train.py $(ARGS)

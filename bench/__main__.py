@@ -1,4 +1,7 @@
-"""`python -m bench [NAME ...]`: all benches, or those named, one after the other."""
+"""`python -m bench [NAME ...] [OPTION ...]`: all benches, or those named, one after the other.
+
+Options (`--rounds 3`) go to each of them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ NAMES = ("handoff", "pipelining", "overhead", "idle")
 
 
 def main() -> int:
-    names = sys.argv[1:] or NAMES
+    given = sys.argv[1:]
+    first = next((n for n, word in enumerate(given) if word.startswith("-")), len(given))
+    names, options = given[:first] or NAMES, given[first:]
     for name in names:
         if name not in NAMES:
             print(f"there is no bench '{name}'; there are: {', '.join(NAMES)}", file=sys.stderr)
@@ -19,7 +24,7 @@ def main() -> int:
     failed = False
     for name in names:
         print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"bench.{name}"]
+        command = [sys.executable, "-m", f"bench.{name}", *options]
         failed |= subprocess.run(command, cwd=ROOT, check=False).returncode != 0
     return int(failed)
 
