@@ -118,6 +118,7 @@ def train_painter(
     writer = Qwen3ForCausalLM.from_pretrained(writer_folder, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(writer_folder)
     vae = AutoencoderKL.from_pretrained(out / "vae", torch_dtype=torch.float32).eval()
+    vae.register_to_config(_name_or_path="")  # or the folder's path would be saved with it
     bank = make_bank(writer, tokenizer, vae, settings, work, seed)
     torch.manual_seed(seed)
     model = make_transformer(settings, vae.config.latent_channels, writer.config.hidden_size)
