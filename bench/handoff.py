@@ -13,14 +13,15 @@ import asyncio
 import os
 import tempfile
 import warnings
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 import numpy as np
 import uvloop
 from msgspec.structs import replace
 
 from bench.common import child_path, finish, p50, p99
-from bench.peers import PEERS, Peers
+from bench.peers import PEERS, Peers, installed
+from bench.ray_pair import RayPair
 from omni_rt import AsyncOmni, Data, Request
 from omni_rt.config import parse_pipeline
 from omni_rt.runtime.process import Handle, OnExit, ProcessLauncher
@@ -106,8 +107,10 @@ async def crossover(rounds: int, fifos: tuple[str, str]) -> dict[str, object]:
     }
 
 
-async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:
-    ways = [*PEERS, *OURS]
+async def measure(
+    rounds: int, fifo: str, peers: Peers, others: tuple[str, ...], ray: RayPair | None
+) -> dict[str, object]:
+    ways = [*PEERS, *others, *OURS]
     latency: dict[tuple[str, str], list[float]] = {}
     rate: dict[tuple[str, str], list[float]] = {}
     async with AsyncOmni(parse_pipeline(PIPELINE % {"fifo": fifo}, "handoff.yaml")) as omni:
@@ -115,6 +118,8 @@ async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:
         async def run(way: str, size: int, count: int, depth: int) -> Times:
             if way in OURS:
                 return await ours(omni, OURS[way], size, count, depth)
+            if way == "ray" and ray is not None:
+                return await asyncio.to_thread(ray.run, size, count, depth)
             return await asyncio.to_thread(peers.run, way, size, count, depth)
 
         for way in ways:  # warm-up, not counted
@@ -131,11 +136,13 @@ async def measure(rounds: int, fifo: str, peers: Peers) -> dict[str, object]:
                         sent, got = await run(way, size, COUNTS[name], 4)
                         gbs = size * len(got) / max(1, got[-1] - sent[0])
                         rate.setdefault((way, name), []).append(gbs)
-    return report(latency, rate)
+    return report(ways, latency, rate)
 
 
 def report(
-    latency: dict[tuple[str, str], list[float]], rate: dict[tuple[str, str], list[float]]
+    ways: list[str],
+    latency: dict[tuple[str, str], list[float]],
+    rate: dict[tuple[str, str], list[float]],
 ) -> dict[str, object]:
     middle = {key: p50(times) for key, times in latency.items()}
     for title, table in (
@@ -144,7 +151,7 @@ def report(
         ("GB/s, 4 in flight", {key: p50(values) for key, values in rate.items()}),
     ):
         print(f"\n{title:18}" + "".join(f"{name:>10}" for name in SIZES))
-        for way in (*PEERS, *OURS):
+        for way in ways:
             row = [table.get((way, name)) for name in SIZES]
             cells = ["" if v is None else f"{v:.2f}" if v < 100 else f"{v:.0f}" for v in row]
             print(f"{way:18}" + "".join(f"{cell:>10}" for cell in cells))
@@ -152,7 +159,7 @@ def report(
     for name in SIZES:
         arena = middle["arena", name]
         result[f"arena_over_floor_{name}"] = round(arena / middle["floor", name], 3)
-        for way in PEERS[1:]:
+        for way in [way for way in ways if way != "floor" and way not in OURS]:
             key = f"{way.removesuffix('_queue')}_over_arena_{name}"
             result[key] = round(middle[way, name] / arena, 3)
     result["inplace_64MB_over_64KB"] = round(
@@ -164,6 +171,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="Ray and vllm-omni, if installed")
     parser.add_argument("--only", choices=("ways", "crossover"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -174,8 +182,11 @@ def main() -> None:
         for fifo in fifos:
             os.mkfifo(fifo)
         if args.only in (None, "ways"):
-            with Peers() as peers:
-                result |= uvloop.run(measure(args.rounds, fifos[0], peers))
+            others = installed() if args.peers else ()
+            with ExitStack() as stack:
+                peers = stack.enter_context(Peers())
+                ray = stack.enter_context(RayPair()) if "ray" in others else None
+                result |= uvloop.run(measure(args.rounds, fifos[0], peers, others, ray))
         if args.only in (None, "crossover"):
             result |= uvloop.run(crossover(args.rounds, fifos))
     finish({"bench": "handoff", "rounds": args.rounds, **result})
