@@ -68,6 +68,10 @@ def short_folder() -> Path:
     return Path(tempfile.mkdtemp())
 
 
+# Semaphores and tensors of other programs' multiprocessing, a bench's for one.
+_OTHERS = ("sem.mp-", "torch_")
+
+
 def shared_memory() -> set[str]:
-    """What lies in /dev/shm, but for the semaphores of other programs' multiprocessing."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """What lies in /dev/shm, but for other programs' things."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(_OTHERS)}
