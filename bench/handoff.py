@@ -20,7 +20,7 @@ import uvloop
 from msgspec.structs import replace
 
 from bench.common import child_path, finish, p50, p99
-from bench.peers import PEERS, Peers, installed
+from bench.peers import PEERS, Peers
 from bench.ray_pair import RayPair
 from omni_rt import AsyncOmni, Data, Request
 from omni_rt.config import parse_pipeline
@@ -86,8 +86,8 @@ async def crossover(rounds: int, fifos: tuple[str, str]) -> dict[str, object]:
             omnis[name] = await stack.enter_async_context(omni)
         for number in range(rounds + 1):
             for size in sizes:
-                for name, omni in omnis.items():
-                    sent, got = await ours(omni, "copy", size, 60, 1)
+                for name in sorted(omnis, reverse=number % 2 == 0):
+                    sent, got = await ours(omnis[name], "copy", size, 100, 1)
                     if number:  # the first was to warm up
                         took = [(g - s) / 1e3 for s, g in zip(sent, got, strict=True)]
                         times.setdefault((name, size), []).extend(took)
@@ -107,10 +107,8 @@ async def crossover(rounds: int, fifos: tuple[str, str]) -> dict[str, object]:
     }
 
 
-async def measure(
-    rounds: int, fifo: str, peers: Peers, others: tuple[str, ...], ray: RayPair | None
-) -> dict[str, object]:
-    ways = [*PEERS, *others, *OURS]
+async def measure(rounds: int, fifo: str, peers: Peers, ray: RayPair | None) -> dict[str, object]:
+    ways = [*PEERS, *(["ray"] if ray else []), *OURS]
     latency: dict[tuple[str, str], list[float]] = {}
     rate: dict[tuple[str, str], list[float]] = {}
     async with AsyncOmni(parse_pipeline(PIPELINE % {"fifo": fifo}, "handoff.yaml")) as omni:
@@ -171,7 +169,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", action="store_true", help="Ray and vllm-omni, if installed")
+    parser.add_argument("--ray", action="store_true", help="its object store too; needs ray")
     parser.add_argument("--only", choices=("ways", "crossover"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -182,11 +180,10 @@ def main() -> None:
         for fifo in fifos:
             os.mkfifo(fifo)
         if args.only in (None, "ways"):
-            others = installed() if args.peers else ()
             with ExitStack() as stack:
                 peers = stack.enter_context(Peers())
-                ray = stack.enter_context(RayPair()) if "ray" in others else None
-                result |= uvloop.run(measure(args.rounds, fifos[0], peers, others, ray))
+                ray = stack.enter_context(RayPair()) if args.ray else None
+                result |= uvloop.run(measure(args.rounds, fifos[0], peers, ray))
         if args.only in (None, "crossover"):
             result |= uvloop.run(crossover(args.rounds, fifos))
     finish({"bench": "handoff", "rounds": args.rounds, **result})

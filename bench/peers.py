@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import itertools
 import mmap
 import multiprocessing as mp
 import os
@@ -31,26 +29,6 @@ from bench.common import PAUSE_S
 now = time.perf_counter_ns
 PEERS = ("floor", "pickle_queue", "torch_fd", "torch_fs", "zmq_multipart")
 _FLOOR_BYTES = 64 << 20
-_VLLM_OMNI_WAIT_S = 0.001  # what its receiving loop waits after a `get` that found nothing
-
-
-def installed() -> tuple[str, ...]:
-    """The ways that need a package that the runtime does not."""
-    return tuple(name for name in ("vllm_omni", "ray") if importlib.util.find_spec(name))
-
-
-def _connector() -> Any:
-    from vllm_omni.distributed.omni_connectors.connectors.shm_connector import (
-        SharedMemoryConnector,
-    )
-
-    return SharedMemoryConnector({"stage_id": 0})
-
-
-def _poll(connector: Any, key: str) -> Any:
-    while (found := connector.get("source", "sink", key)) is None:
-        time.sleep(_VLLM_OMNI_WAIT_S)
-    return found[0]
 
 
 class Peers:
@@ -147,14 +125,10 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
     pair.bind(f"ipc://{folder}/pair")
     ack = os.open(f"{folder}/ack", os.O_RDWR)
     warm = _warm(folder)
-    keys = map(str, itertools.count())
-    connector: Any = None
     control.send("ready")
     while (job := control.recv()) is not None:
         peer, size, count, depth = job
         source = torch.arange(size // 4, dtype=torch.float32)
-        if peer == "vllm_omni":
-            connector = connector or _connector()
         if peer.startswith("torch_"):
             way = "file_descriptor" if peer == "torch_fd" else "file_system"
             tmp.set_sharing_strategy(way)
@@ -177,8 +151,6 @@ def _produce(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
                     queue.put(source.numpy())
                 case "torch_fd" | "torch_fs":
                     torch_queue.put(tensor)
-                case "vllm_omni":
-                    connector.put("source", "sink", next(keys), tensor)
                 case "zmq_multipart":
                     pair.send_multipart([b"head", source.numpy().data], copy=False)
             out += 1
@@ -196,14 +168,10 @@ def _consume(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
     pair.connect(f"ipc://{folder}/pair")
     ack = os.open(f"{folder}/ack", os.O_RDWR)
     warm = _warm(folder)
-    keys = map(str, itertools.count())
-    connector: Any = None
     control.send("ready")
     while (job := control.recv()) is not None:
         peer, size, count, _ = job
         got: list[int] = []
-        if peer == "vllm_omni":
-            connector = connector or _connector()
         for _ in range(count):
             match peer:
                 case "hops":
@@ -216,8 +184,6 @@ def _consume(folder: str, control: Connection, queue: Any, torch_queue: Any) -> 
                     tensor = torch.from_numpy(queue.get())
                 case "torch_fd" | "torch_fs":
                     tensor = torch_queue.get()
-                case "vllm_omni":
-                    tensor = _poll(connector, next(keys))
                 case _:
                     _, frame = pair.recv_multipart(copy=False)
                     array = np.frombuffer(frame.buffer, dtype=np.float32)

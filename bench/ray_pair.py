@@ -1,4 +1,4 @@
-"""Ray's object store between two actors, for `python -m bench.handoff --peers`. Needs `ray`."""
+"""Ray's object store between two actors, for `python -m bench.handoff --ray`."""
 
 from __future__ import annotations
 
