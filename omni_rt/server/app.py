@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from email.utils import formatdate
 from typing import Any
 
 from litestar import Litestar, Response
@@ -38,7 +39,7 @@ def create_app(omni: AsyncOmni) -> Litestar:
             HTTPException: errors.on_http_error,
             Exception: errors.on_bug,
         },
-        before_send=[_add_request_id],
+        before_send=[_add_headers],
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=OpenAPIConfig(title="omni-rt", version="1"),
         logging_config=None,
@@ -56,10 +57,11 @@ def _on_group(
     return errors.on_bug(request, error)
 
 
-async def _add_request_id(message: Message, scope: Scope) -> None:
-    """Every response, errors too, has an id: the client's own if it sent one."""
+async def _add_headers(message: Message, scope: Scope) -> None:
+    """Every response, errors too, has a date and an id: the client's own if it sent one."""
     if message["type"] != "http.response.start":
         return
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     own = given if given.isascii() and 0 < len(given) <= 128 else secrets.token_hex(8).encode()
-    message["headers"] = [*message["headers"], (b"x-request-id", own)]
+    date = formatdate(usegmt=True).encode()
+    message["headers"] = [*message["headers"], (b"x-request-id", own), (b"date", date)]

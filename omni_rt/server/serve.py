@@ -64,6 +64,7 @@ class _Serving:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                date_header=False,  # set once a second; ours is set with each response
                 timeout_graceful_shutdown=1,
             )
         )
@@ -72,7 +73,7 @@ class _Serving:
             stopping = asyncio.create_task(self._stop.wait())
             status = await self._run(omni, serving, stopping)
             await omni.close(self._config.shutdown_s if status == 0 else 0)
-            server.should_exit = True
+            server.stop()
             stopping.cancel()
             await asyncio.gather(serving, stopping, return_exceptions=True)
         return status
@@ -112,7 +113,18 @@ class _Serving:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves the signals to us."""
+    """uvicorn, which leaves the signals to us and waits to be stopped instead of looking."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopped.set()
+
+    async def main_loop(self) -> None:
+        await self._stopped.wait()
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

@@ -53,7 +53,7 @@ async def site(fact: str = "image", text: str = PIPELINE) -> AsyncIterator[Site]
 async def served(omni: AsyncOmni) -> AsyncIterator[str]:
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(omni), log_config=None, lifespan="off")
+    config = uvicorn.Config(create_app(omni), log_config=None, lifespan="off", date_header=False)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve([sock]))
