@@ -50,6 +50,7 @@ from omni_rt.wire.messages import (
     Step,
     StepProgress,
     Submit,
+    TextPiece,
     ToMain,
 )
 from omni_rt.wire.tensors import Local
@@ -309,7 +310,7 @@ class Core:
     def _on_chunk(self, fx: Effects, flow: Flow, run: Run, chunk: Chunk) -> None:
         edges = run.targets.get(chunk.port, ())
         names = run.outputs.get(chunk.port, ())
-        ref = leased(chunk.data)
+        ref = None if isinstance(chunk.data, TextPiece) else leased(chunk.data)
         if ref is not None:
             holders = [flow.id] * len(edges) + [client_of(flow.id)] * len(names)
             if not self.ledger.book(key_of(ref), holders):

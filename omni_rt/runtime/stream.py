@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from omni_rt.errors import OmniError
-from omni_rt.request import Data, Done, Image, Output, Progress, Text
+from omni_rt.request import Data, Image, Output, Progress, Text
 from omni_rt.runtime.effects import Delivery
 from omni_rt.wire.messages import Chunk, TextPiece
 from omni_rt.wire.tensors import Block, Inline
@@ -78,16 +78,18 @@ class Stream:
     async def __anext__(self) -> Output:
         if self._over:
             raise StopAsyncIteration
-        await self._mailbox.wait()
+        if not self._mailbox.items:
+            await self._mailbox.wait()
         delivery = self._mailbox.items.popleft()
         item = delivery.item
-        if isinstance(item, OmniError):
-            self._finish()
-            raise item
-        if isinstance(item, Done):
-            self._finish()
+        if isinstance(item, Chunk):
+            return self._output(delivery.output, item)
+        if isinstance(item, Progress):
             return item
-        return item if isinstance(item, Progress) else self._output(delivery.output, item)
+        self._finish()
+        if isinstance(item, OmniError):
+            raise item
+        return item
 
     def cancel(self) -> bool:
         """Cancel the request; the iterator then raises `Cancelled`. False if it is over."""

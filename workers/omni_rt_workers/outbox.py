@@ -357,8 +357,13 @@ class StageOutbox:
         last: bool = False,
         meta: dict[str, Any] | None = None,
     ) -> None:
-        seq = self._next_seq(task, port)
-        self._item_or_wait(task, Chunk(task.request, task.attempt, port, seq, data, last, meta))
+        book = self._book(task)
+        if book.dead:
+            return
+        seq = book.seq.get(port, 0)
+        book.seq[port] = seq + 1
+        chunk = Chunk(task.request, task.attempt, port, seq, data, last, meta)
+        (book.waiting if book.waiting else self._items).append(chunk)
 
     def _next_seq(self, task: Task, port: str) -> int:
         seqs = self._book(task).seq
@@ -368,12 +373,8 @@ class StageOutbox:
 
     def _item_or_wait(self, task: Task, item: StepItem) -> None:
         book = self._book(task)
-        if book.dead:
-            return
-        if book.waiting:
-            book.waiting.append(item)
-        else:
-            self._items.append(item)
+        if not book.dead:
+            (book.waiting if book.waiting else self._items).append(item)
 
     def _wait(self, task: Task, chunk: _Waiting) -> None:
         waiting = self._book(task).waiting

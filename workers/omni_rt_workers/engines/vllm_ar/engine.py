@@ -175,11 +175,11 @@ class AREngine:
 
     def _fetch_rows(self, outputs: list[Any]) -> None:
         """Take the rows that are due from the worker: one call for all requests, none if none."""
-        replies = [(self._replies[output.request_id], output.finished) for output in outputs]
         due = [
             (reply.id, reply.rows)
-            for reply, finished in replies
-            if reply.rows is not None and (finished or reply.wants_rows_now)
+            for output in outputs
+            if (reply := self._replies[output.request_id]).rows is not None
+            and (output.finished or reply.wants_rows_now)
         ]
         if not due:
             return

@@ -52,29 +52,38 @@ class Reply:
     text: list[str] = field(default_factory=list)  # not given out yet
     text_tokens: list[int] = field(default_factory=list)  # that `text` was made of
     tokens: list[int] = field(default_factory=list)  # not given out yet
+    # Asked at every step of every request, so looked up once.
+    wants_text: bool = field(init=False)
+    wants_tokens: bool = field(init=False)
+    streams: frozenset[str] = field(init=False)  # ports
 
-    def streams(self, port: str) -> bool:
-        return port in self.task.emit and self.task.emit[port].stream
+    def __post_init__(self) -> None:
+        emit = self.task.emit
+        self.wants_text = "text" in emit
+        self.wants_tokens = "tokens" in emit
+        self.streams = frozenset(port for port, wanted in emit.items() if wanted.stream)
 
     @property
     def wants_rows_now(self) -> bool:
-        return self.rows is not None and self.streams("hidden") and not self.rows.done
+        return self.rows is not None and "hidden" in self.streams and not self.rows.done
 
     def take(self, text: str, tokens: list[int]) -> None:
         """What vLLM gave in one step; `text` lags behind while it could begin a stop string."""
         self.sampled += len(tokens)
-        self.found.update((self.facts[one], None) for one in tokens if one in self.facts)
-        if "tokens" in self.task.emit:
+        if self.facts:
+            self.found.update((self.facts[one], None) for one in tokens if one in self.facts)
+        if self.wants_tokens:
             self.tokens += tokens
-        if "text" in self.task.emit:
+        if self.wants_text:
             self.text_tokens += tokens
-            self.text += [text] if text else []
+            if text:
+                self.text.append(text)
 
     def give(self, out: Outbox, *, finished: bool) -> None:
         """Give out what is due: what streams now, the rest at the end."""
-        if "text" in self.task.emit and (finished or self.streams("text")):
+        if self.wants_text and (finished or "text" in self.streams):
             self._give_text(out)
-        if "tokens" in self.task.emit and (finished or self.streams("tokens")):
+        if self.wants_tokens and (finished or "tokens" in self.streams):
             out.put(self.task, "tokens", torch.tensor(self.tokens).long(), last=finished)
             self.tokens = []
         if self.rows is not None and (finished or self.wants_rows_now):
@@ -87,7 +96,7 @@ class Reply:
         out.finish(self.task, reason, usage, tuple(self.found))
 
     def _give_text(self, out: Outbox) -> None:
-        if self.text or not self.streams("text"):
+        if self.text or "text" not in self.streams:
             out.text(self.task, "".join(self.text), tuple(self.text_tokens))
             self.text, self.text_tokens = [], []
 
