@@ -169,7 +169,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ray", action="store_true", help="its object store too; needs ray")
+    parser.add_argument("--peers", action="store_true", help="Ray too, if it is installed")
     parser.add_argument("--only", choices=("ways", "crossover"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -182,7 +182,7 @@ def main() -> None:
         if args.only in (None, "ways"):
             with ExitStack() as stack:
                 peers = stack.enter_context(Peers())
-                ray = stack.enter_context(RayPair()) if args.ray else None
+                ray = stack.enter_context(RayPair()) if args.peers else None
                 result |= uvloop.run(measure(args.rounds, fifos[0], peers, ray))
         if args.only in (None, "crossover"):
             result |= uvloop.run(crossover(args.rounds, fifos))
