@@ -377,7 +377,7 @@ class Core:
         stage = self.stages[run.stage]
         stage.discard(flow.id)
         stage.members.discard(flow.id)
-        self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
+        self._give_up(fx, flow, run)
 
     def _unkeep(self, fx: Effects, flow: Flow, keys: list[BlockKey]) -> None:
         self.arenas.free(fx, [key for key in keys if self.ledger.release(key, flow.id)])

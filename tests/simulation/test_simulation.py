@@ -38,6 +38,12 @@ def test_every_request_ends_once_and_nothing_is_left(part: int, seeds: int) -> N
     assert outcomes["done"] > sum(outcomes.values()) / 3
 
 
+# Seeds that found a fault once, beyond those that are always run.
+@pytest.mark.parametrize("seed", [43075])  # a stage that was done was redone from freed inputs
+def test_a_fault_that_was_mended_stays_mended(seed: int) -> None:
+    assert not run(seed).problems
+
+
 def test_a_seed_replays_exactly() -> None:
     assert run(7) == run(7)
 
