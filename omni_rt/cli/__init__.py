@@ -29,7 +29,9 @@ ConfigOption = Annotated[
 def serve(
     config: ConfigOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
 ) -> None:
     """Serve a pipeline behind the OpenAI API."""
     from omni_rt.cli.serve import serve_command
@@ -44,7 +46,9 @@ def run(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File for the picture.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; without one a random one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**53, help="Seed; without one a random one.")
+    ] = None,
     param: Annotated[
         list[str] | None, typer.Option(help="A request parameter, NAME=VALUE. Repeatable.")
     ] = None,

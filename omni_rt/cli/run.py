@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 
 from omni_rt.cli.display import LoadingDisplay
 from omni_rt.config import PipelineConfig, bundled, load_pipeline
-from omni_rt.errors import BadRequest
+from omni_rt.errors import BadRequest, OmniError
 from omni_rt.request import Data, Done, Image, Progress, Request, Text
 from omni_rt.runtime.omni import AsyncOmni
 
@@ -26,12 +26,23 @@ def run_command(
 ) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     pipeline = load_pipeline(config or bundled())
+    _check(prompt, output)
     request = Request(prompt=prompt, seed=seed, params=dict(map(_param, params)))
     try:
         uvloop.run(_run(pipeline, request, output))
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _check(prompt: str, output: Path | None) -> None:
+    """What would otherwise come to light only after everything has loaded."""
+    if not prompt.strip():
+        raise BadRequest("the prompt is empty", param="prompt")
+    if output is not None and output.is_dir():
+        raise BadRequest(f"{output} is a folder, not a file for the picture", param="output")
+    if output is not None and not output.parent.is_dir():
+        raise BadRequest(f"there is no folder {output.parent}", param="output")
 
 
 def _param(text: str) -> tuple[str, Any]:
@@ -65,7 +76,10 @@ def _show(item: Text | Image | Data | Done, output: Path | None) -> None:
         print(item.text, end="", flush=True)
     elif isinstance(item, Image):
         path = output or Path(f"{item.output}.png")
-        path.write_bytes(item.data)
+        try:
+            path.write_bytes(item.data)
+        except OSError as error:
+            raise OmniError(f"cannot write {path}: {error.strerror}") from error
         print(f"\n{path}: {item.width}x{item.height}, seed {item.seed}")
     elif isinstance(item, Data):
         print(f"\n{item.output}: {item.dtype} {item.shape}, {len(item.data)} bytes")

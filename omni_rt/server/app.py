@@ -11,6 +11,7 @@ from litestar import Request as HttpRequest
 from litestar.di import Provide
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.types import Message, Scope
 
 from omni_rt.errors import OmniError
@@ -37,11 +38,15 @@ def create_app(omni: AsyncOmni) -> Litestar:
             ExceptionGroup: _on_group,
             ValidationException: errors.on_validation_error,
             HTTPException: errors.on_http_error,
+            RecursionError: errors.on_deep_nesting,
             Exception: errors.on_bug,
         },
         before_send=[_add_headers],
         request_max_body_size=MAX_BODY_BYTES,
-        openapi_config=OpenAPIConfig(title="omni-rt", version="1"),
+        # The document alone: pages that show it load scripts from elsewhere.
+        openapi_config=OpenAPIConfig(
+            title="omni-rt", version="1", render_plugins=[JsonRenderPlugin()]
+        ),
         logging_config=None,
         signature_namespace={"Served": Served},
     )

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Request as HttpRequest
 from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.params import JSONBody
-from litestar.response import Stream as HttpStream
 
-from omni_rt.errors import BadRequest, OmniError
+from omni_rt.errors import BadRequest
 from omni_rt.request import ChatMessage, Done, Image, Output, Request, Text
 from omni_rt.runtime.stream import Stream
 from omni_rt.server import sse
 from omni_rt.server.errors import ErrorReply, reply_of
 from omni_rt.server.gone import unless_gone
-from omni_rt.server.state import Served, set_fields, size_params
+from omni_rt.server.state import Int, PictureFields, Seed, Served, set_fields
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=16)]
 
@@ -32,16 +31,20 @@ class Part(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class ChatBody(msgspec.Struct):
-    """The request, after OpenAI's reference. Extensions: size, num_inference_steps, ..."""
+class ExtraBody(PictureFields, forbid_unknown_fields=True):
+    """Where clients without OpenAI's SDK put the extensions; the same as in the body itself."""
+
+
+class ChatBody(PictureFields, kw_only=True):
+    """The request, after OpenAI's reference, with extensions."""
 
     messages: list[Message]
     model: str | None = None
@@ -51,27 +54,20 @@ class ChatBody(msgspec.Struct):
     modalities: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    seed: int | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    size: str | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
     user: str | None = None
-    tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    audio: dict[str, Any] | None = None
-
-
-# Fields of OpenAI's that are not served yet: refused rather than ignored.
-_REFUSED = ("tools", "logit_bias", "audio")
+    extra_body: ExtraBody | None = None
 
 
 class ImageUrl(msgspec.Struct):
@@ -133,16 +129,14 @@ async def chat(
     request: HttpRequest[Any, Any, Any], served: NamedDependency[Served], data: JSONBody[ChatBody]
 ) -> Response[Any]:
     served.check_model(data.model)
-    served.note_unknown(await request.json(), ChatBody.__struct_fields__)
+    served.check_unknown(await request.json(), ChatBody.__struct_fields__)
     served.check_ready()
     requests = [_request(served, data, k) for k in range(data.n or 1)]
     streams = served.submit_all(requests)
     head = (f"chatcmpl-{streams[0].id}", int(time.time()), served.name)
     if data.stream:
         usage = bool(data.stream_options and data.stream_options.include_usage)
-        return HttpStream(
-            _events(streams, head, usage), media_type="text/event-stream", status_code=200
-        )
+        return await sse.response(request, _events(streams, head, usage))
     outputs = await unless_gone(request, _collect_all(streams))
     return Response(_completion(outputs, head))
 
@@ -151,33 +145,32 @@ async def chat(
 
 
 def _request(served: Served, body: ChatBody, index: int) -> Request:
-    for name in _REFUSED:
-        if getattr(body, name) is not None:
-            raise BadRequest(f"'{name}' is not supported yet", param=name, hint="leave it out")
-    if body.logprobs:
-        raise BadRequest("'logprobs' is not supported yet", param="logprobs", hint="leave it out")
     if body.response_format and body.response_format.get("type") != "text":
         raise BadRequest("only response_format 'text' is supported", param="response_format")
-    if not body.messages:
-        raise BadRequest("messages is empty", param="messages")
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.modalities == []:
+        raise BadRequest("modalities asks for nothing", param="modalities", hint="leave it out")
+    messages = tuple(_message(message, k) for k, message in enumerate(body.messages))
+    if not any(message.content.strip() for message in messages):
+        raise BadRequest("the messages have no text", param="messages")
     params = set_fields(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        min_p=body.min_p,
         max_tokens=_max_tokens(body),
-        stop=stop,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        stop=_stop(body.stop),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
-        num_inference_steps=body.num_inference_steps,
-        guidance_scale=body.guidance_scale,
     )
+    extra = body.extra_body.params() if body.extra_body else {}
     kinds = body.modalities
     return Request(
-        messages=tuple(_message(message, k) for k, message in enumerate(body.messages)),
+        messages=messages,
         outputs=() if kinds is None else served.outputs_of(kinds, "modalities"),
-        params={**params, **size_params(body.size)},
+        params={**params, **extra, **body.params()},
         seed=None if body.seed is None else body.seed + index,
         label=(body.user or "")[:64],
     )
@@ -188,17 +181,29 @@ def _max_tokens(body: ChatBody) -> int | None:
     return body.max_tokens if newer is None else newer
 
 
+def _stop(stop: str | list[str] | None) -> list[str] | None:
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops and not all(stops):
+        raise BadRequest("a stop string is empty", param="stop")
+    return stops or None
+
+
 def _message(message: Message, index: int) -> ChatMessage:
     content = message.content
     if isinstance(content, list):
-        for k, part in enumerate(content):
-            if part.type != "text":
-                raise BadRequest(
-                    f"this model takes text only, not '{part.type}'",
-                    param=f"messages[{index}].content[{k}].type",
-                )
-        content = "".join(part.text or "" for part in content)
+        where = f"messages[{index}].content"
+        content = "".join(_text(part, f"{where}[{k}]") for k, part in enumerate(content))
     return ChatMessage(message.role, content or "")
+
+
+def _text(part: Part, where: str) -> str:
+    if part.type != "text":
+        raise BadRequest(
+            f"this model takes text only, not '{part.type[:40]}'", param=f"{where}.type"
+        )
+    if part.text is None:
+        raise BadRequest("a part of type 'text' has no text", param=f"{where}.text")
+    return part.text
 
 
 # ---- out, whole
@@ -248,12 +253,16 @@ def _usage(ends: list[Done]) -> Usage:
 
 async def _events(
     streams: list[Stream], head: tuple[str, int, str], with_usage: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
+    """Raises what goes wrong before the first output; tells what goes wrong after it."""
     ends: list[Done] = []
+    begun = False
     try:
-        for k in range(len(streams)):
-            yield _event(head, k, Reply("assistant", ""))
         async for k, output in sse.merged(streams):
+            if not begun:
+                begun = True
+                for index in range(len(streams)):
+                    yield _event(head, index, Reply("assistant", ""))
             if isinstance(output, Text):
                 yield _event(head, k, Reply(content=output.text))
             elif isinstance(output, Image):
@@ -263,7 +272,9 @@ async def _events(
                 yield _event(head, k, Reply(), output.finish_reason)
         if with_usage:
             yield sse.data(Delta(*head, [], _usage(ends)))
-    except OmniError as error:
+    except Exception as error:
+        if not begun:
+            raise
         yield sse.data(ErrorReply(reply_of(error)[1]))
     finally:
         for stream in streams:

@@ -53,8 +53,12 @@ class UnknownModel(OmniError):
         super().__init__(f"the model '{model}' is not served here; served: {served}")
 
 
-def reply_of(error: OmniError) -> tuple[int, ErrorBody]:
-    """Status and body of an error of ours."""
+def reply_of(error: Exception) -> tuple[int, ErrorBody]:
+    """Status and body of an error; one that is not ours is a bug and logged whole."""
+    if not isinstance(error, OmniError):
+        log.error("internal error", exc_info=error)
+        what = f"internal error: {type(error).__name__}"
+        return 500, ErrorBody(what, "server_error", None, "internal")
     if isinstance(error, UnknownModel):
         return 404, ErrorBody(str(error), "invalid_request_error", "model", error.kind)
     for kind, status, name in _STATUS:
@@ -84,6 +88,8 @@ def on_validation_error(
     extra = error.extra if isinstance(error.extra, list) else []
     first = extra[0] if extra and isinstance(extra[0], dict) else {}
     what = str(first.get("message") or error.detail)
+    if what == "'data'":  # the framework's words for it
+        what = "the body is empty; it must be a JSON object"
     found = re.search(r"field `(\w+)`", what)
     where = str(first.get("key") or "").removeprefix("data")
     param = ".".join(filter(None, (where, found[1] if found else ""))) or None
@@ -100,6 +106,12 @@ def on_http_error(_: HttpRequest[Any, Any, Any], error: HTTPException) -> Respon
 
 def on_bug(request: HttpRequest[Any, Any, Any], error: Exception) -> Response[ErrorReply]:
     """Our own mistake: logged whole, told in one line."""
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = ErrorBody(f"internal error: {type(error).__name__}", "server_error", None, "internal")
-    return Response(ErrorReply(body), status_code=500)
+    log.error("%s %s failed", request.method, request.url.path)
+    status, body = reply_of(error)
+    return Response(ErrorReply(body), status_code=status)
+
+
+def on_deep_nesting(_: HttpRequest[Any, Any, Any], __: RecursionError) -> Response[ErrorReply]:
+    """Only the JSON decoder recurses, as deep as the body is nested."""
+    body = ErrorBody("the body is nested too deeply", "invalid_request_error")
+    return Response(ErrorReply(body), status_code=400)

@@ -19,28 +19,24 @@ from omni_rt.request import Image, Request, Text
 from omni_rt.runtime.stream import Stream
 from omni_rt.server.chat import data_url
 from omni_rt.server.gone import unless_gone
-from omni_rt.server.state import Served, set_fields, size_params
+from omni_rt.server.state import PictureFields, Seed, Served
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10)]
 
 
-class ImageBody(msgspec.Struct):
-    """The request, after OpenAI's reference. Extensions: seed, num_inference_steps, ..."""
+class ImageBody(PictureFields, kw_only=True):
+    """The request, after OpenAI's reference, with extensions."""
 
     prompt: str
     model: str | None = None  # any name: clients of image routes send fixed ones
     n: _Count | None = None
-    size: str | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png"] | None = None
     quality: Literal["auto", "standard", "high", "medium", "low", "hd"] | None = None
     background: Literal["auto", "opaque"] | None = None
     user: str | None = None
     stream: bool | None = None
-    seed: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    negative_prompt: str | None = None
+    seed: Seed | None = None
 
 
 class Picture(msgspec.Struct, omit_defaults=True):
@@ -61,7 +57,7 @@ class ImageReply(msgspec.Struct):
 async def generate_images(
     request: HttpRequest[Any, Any, Any], served: NamedDependency[Served], data: JSONBody[ImageBody]
 ) -> ImageReply:
-    served.note_unknown(await request.json(), ImageBody.__struct_fields__)
+    served.check_unknown(await request.json(), ImageBody.__struct_fields__)
     if data.stream:
         raise BadRequest("images are not streamed yet", param="stream", hint="leave it out")
     if not data.prompt.strip():
@@ -78,17 +74,12 @@ async def generate_images(
 def _requests(served: Served, body: ImageBody) -> list[Request]:
     outputs = served.outputs_of(["image"], "model")
     texts = tuple(name for name, kind in served.omni.kinds().items() if kind == "text")
-    params = set_fields(
-        num_inference_steps=body.num_inference_steps,
-        guidance_scale=body.guidance_scale,
-        negative_prompt=body.negative_prompt,
-    )
     seed = secrets.randbelow(2**31 - 16) if body.seed is None else body.seed
     return [
         Request(
             prompt=body.prompt,
             outputs=(*outputs, *texts),  # the text says why, if there is no picture
-            params={**params, **size_params(body.size)},
+            params=body.params(),
             seed=seed + k,
             label=(body.user or "")[:64],
         )

@@ -34,9 +34,9 @@ def list_models(served: NamedDependency[Served]) -> ModelList:
     return ModelList([_model(served)])
 
 
-@get("/v1/models/{model:str}", sync_to_thread=False)
+@get("/v1/models/{model:path}", sync_to_thread=False)
 def get_model(served: NamedDependency[Served], model: FromPath[str]) -> Model:
-    served.check_model(model)
+    served.check_model(model.removeprefix("/"))  # a name may have slashes of its own
     return _model(served)
 
 

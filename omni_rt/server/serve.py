@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The public socket, ours alone. Raises `OmniError` if the port is taken."""
+    """The public socket, ours alone. Raises `OmniError` if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,9 +32,10 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(1024)
     except OSError as error:
         sock.close()
+        taken = error.errno == errno.EADDRINUSE
         raise OmniError(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="stop what uses the port, or choose another with --port",
+            hint="stop what uses the port, or choose another with --port" if taken else None,
         ) from error
     return sock
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
+from litestar import Request as HttpRequest
+from litestar.response import Stream as HttpStream
 
 from omni_rt.request import Output
 from omni_rt.runtime.stream import Stream
+from omni_rt.server.gone import unless_gone
 
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -17,6 +20,29 @@ _encoder = msgspec.json.Encoder()
 
 def data(value: Any) -> bytes:
     return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+async def response(
+    request: HttpRequest[Any, Any, Any], events: AsyncGenerator[bytes, None]
+) -> HttpStream:
+    """The response that streams `events`. It begins with the first of them: what is raised before
+    that still gets a status of its own."""
+    first = await unless_gone(request, anext(events))
+    return HttpStream(
+        _resumed(first, events),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # for proxies
+        status_code=200,
+    )
+
+
+async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    try:
+        yield first
+        async for event in rest:
+            yield event
+    finally:
+        await rest.aclose()
 
 
 async def merged(streams: list[Stream]) -> AsyncIterator[tuple[int, Output]]:

@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from omni_rt.errors import BadRequest, OmniError, StageUnavailable, nearest
 from omni_rt.request import Request
@@ -15,6 +17,48 @@ from omni_rt.runtime.stream import Stream
 from omni_rt.server.errors import UnknownModel
 
 log = logging.getLogger(__name__)
+
+# What a message to a worker can carry.
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# Exact in clients whose numbers are floats, with room for the index of each of n replies.
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 16)]
+
+# Names of unknown fields come from outside: neither kept nor logged without end.
+_MAX_NOTED = 100
+
+# Fields of OpenAI's or of other servers that would change the reply, and what to do about each:
+# refused rather than ignored, unless their value is empty and so asks for nothing.
+_REFUSED = {
+    "audio": "leave it out",
+    "functions": "leave it out",
+    "height": "use size, as WIDTHxHEIGHT",
+    "logit_bias": "leave it out",
+    "logprobs": "leave it out",
+    "mask": "leave it out",
+    "sampling_params_list": "leave it out",
+    "tools": "leave it out",
+    "top_logprobs": "leave it out",
+    "width": "use size, as WIDTHxHEIGHT",
+}
+
+
+class PictureFields(msgspec.Struct, kw_only=True):
+    """Extensions that say how a picture is made, on every route that can make one."""
+
+    size: str | None = None
+    num_inference_steps: Int | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        return {
+            **size_params(self.size),
+            **set_fields(
+                num_inference_steps=self.num_inference_steps,
+                guidance_scale=self.guidance_scale,
+                negative_prompt=self.negative_prompt,
+            ),
+        }
 
 
 @dataclass
@@ -65,17 +109,25 @@ class Served:
         try:
             for request in requests:
                 streams.append(self.omni.submit(request))  # noqa: PERF401
-        except OmniError:
+        except OmniError as error:
             for stream in streams:
                 stream.cancel()
+            if isinstance(error, BadRequest) and error.param in ("width", "height"):
+                error.param = "size"  # as it is called in the body
             raise
         return streams
 
-    def note_unknown(self, body: Mapping[str, Any], known: Iterable[str]) -> None:
-        """Clients send fields of other servers: say once that a field has no effect."""
-        for name in set(body) - set(known) - self._noted:
-            self._noted.add(name)
-            log.warning("the request field '%s' is not known here and has no effect", name)
+    def check_unknown(self, body: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Clients send fields of other servers: say once that a field has no effect.
+
+        Raises `BadRequest` for one that would have changed the reply.
+        """
+        for name in set(body) - set(known):
+            if name in _REFUSED and body[name]:
+                raise BadRequest(f"'{name}' is not supported here", param=name, hint=_REFUSED[name])
+            if name not in self._noted and len(self._noted) < _MAX_NOTED:
+                self._noted.add(name)
+                log.warning("the request field %.64r is not known here and has no effect", name)
 
 
 def set_fields(**fields: Any) -> dict[str, Any]:

@@ -51,7 +51,8 @@ async def site(fact: str = "image", text: str = PIPELINE) -> AsyncIterator[Site]
 
 @contextlib.asynccontextmanager
 async def served(omni: AsyncOmni) -> AsyncIterator[str]:
-    sock = socket.socket()
+    # Named as TCP: else asyncio leaves TCP_NODELAY off, and each reply waits 40 ms for an ACK.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.bind(("127.0.0.1", 0))
     config = uvicorn.Config(create_app(omni), log_config=None, lifespan="off", date_header=False)
     server = uvicorn.Server(config)

@@ -13,6 +13,12 @@ import pytest
 from tests.server.serving import PIPELINE, Site, site, until
 
 SLOW = PIPELINE.replace("steps: 8", "steps: 100000")
+ECHO = """
+name: world
+stages:
+  echo: {engine: echo, arena: 4MiB}
+outputs: {text: echo.text}
+"""
 
 
 def _ask(text: str = "draw", **more: Any) -> dict[str, Any]:
@@ -109,6 +115,24 @@ async def test_a_picture_that_the_model_did_not_want_is_left_out() -> None:
         (_ask(size="big"), "size"),
         (_ask(tools=[{}]), "tools"),
         (_ask(logprobs=True), "logprobs"),
+        (_ask(functions=[{}]), "functions"),
+        (_ask(width=64), "width"),
+        (_ask(size="64x64"), "size"),  # no stage here has one
+        (_ask(extra_body={"size": "64x64"}), "size"),
+        (_ask(extra_body={"cfg": 1}), "extra_body.cfg"),
+        (_ask(negative_prompt="x"), "negative_prompt"),
+        (_ask(modalities=[]), "modalities"),
+        (_ask(stop=["a", ""]), "stop"),
+        (_ask(seed=-1), "seed"),
+        (_ask(seed=2**64), "seed"),
+        (_ask(max_tokens=2**64), "max_tokens"),
+        (_ask(text=" "), "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "|>", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -124,6 +148,35 @@ async def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"]
+
+
+async def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    nothing = {
+        "tools": [],
+        "tool_choice": "auto",
+        "logit_bias": {},
+        "logprobs": False,
+        "top_logprobs": 0,
+        "stop": [],
+        "temperature": None,
+        "stream_options": {"include_usage": None},
+        "extra_body": {},
+        "metadata": {"mine": "x"},
+    }
+    async with site() as where:
+        reply = await _chat(where, **nothing)
+    assert reply.status_code == 200, reply.text
+
+
+async def test_zero_is_a_value() -> None:
+    async with site(text=ECHO) as where:
+        one = (await _chat(where, text="one two", max_tokens=1, seed=0)).json()
+        newer = (await _chat(where, text="one two", max_tokens=1, max_completion_tokens=2)).json()
+        none = await _chat(where, text="one two", max_tokens=0)
+    assert one["choices"][0]["message"]["content"] == "one"
+    assert one["seed"] == 0
+    assert newer["choices"][0]["message"]["content"] == "one two"
+    assert none.json()["error"]["param"] == "max_tokens"
 
 
 async def test_errors_have_one_shape_and_the_right_status() -> None:
@@ -171,6 +224,29 @@ async def _read(where: Site, stream: bool) -> None:
     async with where.http.stream("POST", "/v1/chat/completions", json=body) as reply:
         async for _ in reply.aiter_bytes():
             pass
+
+
+async def test_a_client_that_goes_away_stops_its_request_while_it_still_waits() -> None:
+    async with site(text=SLOW % {"fact": "image"}) as where:
+        tasks = [asyncio.create_task(_chat(where, text=str(k))) for k in range(17)]
+        await until(lambda: where.omni.status().stages["writer"].queued == 1)
+        streamed = asyncio.create_task(_read(where, stream=True))
+        await until(lambda: where.omni.status().live == 18)
+        streamed.cancel()
+        await until(lambda: where.omni.status().live == 17, 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(streamed, *tasks, return_exceptions=True)
+
+
+async def test_an_error_before_a_stream_begins_has_its_own_status() -> None:
+    """The worker finds it, when the request has long been accepted."""
+    nothing_last = [{"role": "system", "content": "x"}, {"role": "user", "content": ""}]
+    async with site(text=ECHO) as where:
+        reply = await _chat(where, messages=nothing_last, stream=True)
+        assert where.omni.status().counters["accepted"] == 1
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "the prompt is empty"
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_told_and_ends_it() -> None:

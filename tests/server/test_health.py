@@ -29,6 +29,15 @@ async def test_a_ready_server_says_so_everywhere() -> None:
     assert none.status_code == 404
 
 
+async def test_a_models_name_may_have_slashes() -> None:
+    text = (PIPELINE % {"fact": "image"}).replace("name: world", "name: some/world")
+    async with site(text=text) as where:
+        one = await where.http.get("/v1/models/some/world")
+        none = await where.http.get("/v1/models/some/other")
+    assert one.json()["id"] == "some/world"
+    assert none.json()["error"]["code"] == "model_not_found"
+
+
 async def test_a_loading_server_answers_and_says_what_it_does() -> None:
     text = PIPELINE % {"fact": "image"}
     omni = AsyncOmni(parse_pipeline(text.replace("{step_s", "{load_s: 60, step_s"), "world.yaml"))
