@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from omni_rt.config import PipelineConfig
 from omni_rt.errors import BadRequest, ConfigError, Overloaded, StageUnavailable, nearest
 from omni_rt.graph import Edge, Graph, Plan
@@ -44,6 +46,7 @@ class Admission:
             raise BadRequest(
                 f"the text has {text} characters, more than {_MAX_TEXT}", param="prompt"
             )
+        check_sendable(request)
         if request.deadline_s is not None and not request.deadline_s > 0:
             raise BadRequest("deadline_s must be above 0", param="deadline_s")
         for stage in plan.stages:
@@ -197,6 +200,19 @@ class Admission:
         if ports is None:
             raise StageUnavailable(f"stage {stage} is not ready yet", stage=stage)
         return ports
+
+
+def check_sendable(request: Request) -> None:
+    """Raise `BadRequest` that names the first field which cannot travel to a worker.
+
+    Integers beyond 64 bits and half surrogates, for instance: found only when it is sent, the
+    request would have been accepted and never end.
+    """
+    for name in request.__struct_fields__:
+        try:
+            msgspec.msgpack.encode(getattr(request, name))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise BadRequest(f"{name} cannot be sent to a stage: {error}", param=name) from error
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

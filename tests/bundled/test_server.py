@@ -94,6 +94,15 @@ def test_what_it_cannot_paint_it_says_without_a_picture(server: Server) -> None:
     assert speech.IMAGE not in text
 
 
+def test_a_size_that_the_model_cannot_make_is_refused_with_its_limit(server: Server) -> None:
+    status, body = chat(server[1], ASKED, size="1024x1024")
+    assert status == 400
+    assert "at most 512" in body["error"]["message"]
+    _, picture = answer(server[1], ASKED, size="512x256", num_inference_steps=1)
+    assert picture is not None
+    assert picture.size == (512, 256)
+
+
 @pytest.mark.parametrize("victim", ["writer", "painter"])
 def test_a_killed_worker_under_load_leaves_no_request_hanging(server: Server, victim: str) -> None:
     _, url = server

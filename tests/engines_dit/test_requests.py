@@ -258,10 +258,21 @@ def test_guidance_without_negative_embeddings_is_a_bad_request(
     engine.close()
 
 
+def test_the_models_own_table_of_positions_limits_the_size(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    from omni_rt_workers.engines import diffusers_dit
+
+    engine = diffusers_dit.make(stage(folders["zimage"], max_side=4096), out)
+    params = {spec.name: spec for spec in engine.load(lambda phase, fraction: None).params}
+    assert params["height"].maximum == params["width"].maximum == 256  # 64 positions of 4 pixels
+    engine.close()
+
+
 def test_ports_are_those_of_the_signature(folders: dict[str, str], out: RecordingOutbox) -> None:
     from omni_rt_workers.engines import diffusers_dit
 
-    engine = diffusers_dit.make(stage(folders["zimage"], max_side=512), out)
+    engine = diffusers_dit.make(stage(folders["zimage"], max_side=128), out)
     phases: list[str] = []
     ports = engine.load(lambda phase, fraction: phases.append(phase))
     assert phases == ["importing diffusers", "loading weights", "warming up"]
@@ -284,7 +295,7 @@ def test_ports_are_those_of_the_signature(folders: dict[str, str], out: Recordin
         "cfg_truncation",
         "seed",
     }
-    assert (params["height"].minimum, params["height"].maximum) == (4, 512)
+    assert (params["height"].minimum, params["height"].maximum) == (4, 128)
     assert params["height"].multiple_of == 4
     assert params["guidance_scale"].kind == "float"
     assert params["cfg_normalization"].kind == "bool"

@@ -181,6 +181,13 @@ async def test_a_full_queue_refuses_at_once() -> None:
         (Request(prompt="p", params={"steps": float("nan")}), "steps"),
         (Request(prompt="p", stage_params={"singer": {}}), "stage_params.singer"),
         (Request(prompt="p", deadline_s=0), "deadline_s"),
+        # What cannot be sent to a worker: found when it is sent, it would keep its place for good.
+        (Request(prompt="p", params={"steps": 2**70}), "params"),
+        (Request(prompt="p", params={"steps": 10**400}), "params"),
+        (Request(prompt="p", stage_params={"writer": {"steps": object()}}), "stage_params"),
+        (Request(prompt="p", seed=2**70), "seed"),
+        (Request(prompt="p", priority=2**70), "priority"),
+        (Request(prompt="\ud83d"), "prompt"),
     ],
 )
 async def test_a_wrong_request_is_refused_before_anything_is_queued(

@@ -151,6 +151,18 @@ class CallForm:
         patch = patch[-1] if isinstance(patch, list | tuple) else patch
         return math.lcm(factor * patch, getattr(processor, "vae_scale_factor", 1))
 
+    def _positions(self, side: str) -> int | None:
+        """Pixels of the largest picture for which the model has a table of positions, if it has
+        one (`ZImageTransformer2DModel`: `axes_lens` are frames and text, rows, columns)."""
+        config = getattr(getattr(self._pipeline, "transformer", None), "config", None)
+        lens = getattr(config, "axes_lens", None)
+        patches = getattr(config, "all_patch_size", None)
+        if not lens or len(lens) != 3 or not patches:
+            return None
+        factor: int = getattr(self._pipeline, "vae_scale_factor", 8)
+        pixels: int = lens[1 if side == "height" else 2] * factor * patches[0]
+        return pixels
+
     @property
     def _takes_embeddings(self) -> bool:
         return "prompt_embeds" in self._parameters
@@ -231,7 +243,7 @@ class CallForm:
     def _param_spec(self, name: str, kind: Literal["str", "float", "int", "bool"]) -> ParamSpec:
         if name in ("height", "width"):
             step = self.multiple_of
-            top = self._limits.max_side
+            top = min(self._limits.max_side, self._positions(name) or self._limits.max_side)
             return ParamSpec(name, "int", step, top, multiple_of=step, about="pixels")
         if name == "num_inference_steps":
             return ParamSpec(name, "int", 1, self._limits.max_steps, about="denoise steps")
