@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -111,6 +112,34 @@ def test_a_taken_port_stops_the_server_before_anything_loads(echo: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("serve", "--port", "70000"), "--port"),
+        (("run", "x", "--seed", "-1"), "--seed"),
+        (("run", "x", "-o", "nowhere/out.png"), "there is no folder nowhere"),
+        (("run", "x", "-o", "."), "is a folder"),
+        (("run", " "), "the prompt is empty"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_loads(
+    echo: Path, args: tuple[str, ...], message: str
+) -> None:
+    done = omni(*args, "--config", str(echo))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "loading" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_host_that_is_none_is_one_clear_line(echo: Path) -> None:
+    done = omni("serve", "--config", str(echo), "--host", "256.0.0.1", "--port", "0")
+    assert done.returncode == 1
+    assert "cannot listen on 256.0.0.1:0" in done.stderr
+    assert "--port" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_stage_that_cannot_load_ends_the_server_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(SLOW.replace("step_s", "step_sec"))
@@ -143,6 +172,32 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
         assert process.wait(30) == 0
         assert all_end(workers, 2)
     assert shared_memory() == shm
+    assert os.listdir(folder) == []
+    folder.rmdir()
+
+
+def test_while_it_stops_it_refuses_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "slow.yaml"
+    config.write_text(SLOW.replace("shutdown_s: 0.5", "shutdown_s: 600"))
+    folder = short_folder()
+    with serving(config, folder) as (process, url):
+        workers = workers_of(process.pid)
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True})
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            assert reply.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert any("a second signal" in line for line in process.stderr)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=30)
+            assert refused.value.code == 503
+            refused.value.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 1
+        assert all_end(workers, 2)
     assert os.listdir(folder) == []
     folder.rmdir()
 

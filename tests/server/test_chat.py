@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from omni_rt.request import Output, Text
+from omni_rt.runtime.stream import Stream
 from tests.server.serving import PIPELINE, Site, site, until
 
 SLOW = PIPELINE.replace("steps: 8", "steps: 100000")
@@ -264,6 +266,27 @@ async def test_a_failure_in_the_middle_of_a_stream_is_told_and_ends_it() -> None
                     done = await where.http.post(f"/v1/requests/{request_id}/cancel")
                     assert done.json() == {"id": request_id, "cancelled": True}
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "cancelled"
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_bug_in_the_middle_of_a_stream_is_told_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(stream: Stream) -> Output:
+        if stream.id in begun:
+            raise ZeroDivisionError("ours")
+        begun.add(stream.id)
+        return Text("x")
+
+    begun: set[str] = set()
+    async with site(text=ECHO) as where:
+        monkeypatch.setattr(Stream, "__anext__", broken)
+        reply = await _chat(where, stream=True)
+    lines = [line for line in reply.text.splitlines() if line]
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert error["code"] == "internal"
+    assert "ours" not in error["message"]  # in the log, whole
+    assert "ZeroDivisionError: ours" in caplog.text
     assert lines[-1] == "data: [DONE]"
 
 
