@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_a_signal_under_load_ends_in_order_and_leaves_nothing(
     folder.rmdir()
 
 
+def _state(url: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+            return str(json.load(reply)["status"])
+    except urllib.error.HTTPError as error:
+        with error:
+            return str(json.load(error)["status"])
+
+
 def test_while_it_stops_it_refuses_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     config = tmp_path / "slow.yaml"
     config.write_text(SLOW.replace("shutdown_s: 0.5", "shutdown_s: 600"))
@@ -191,6 +201,8 @@ def test_while_it_stops_it_refuses_and_a_second_signal_ends_it_at_once(tmp_path:
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             assert any("a second signal" in line for line in process.stderr)
+            while _state(url) != "stopping":  # the signal is said first, then acted upon
+                time.sleep(0.01)
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=30)
             assert refused.value.code == 503
