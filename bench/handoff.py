@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import tempfile
 import warnings
 from contextlib import AsyncExitStack, ExitStack
@@ -70,8 +71,11 @@ class Limited(ProcessLauncher):
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
 
-    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> Handle:
-        return super().launch(replace(spec, inline_limit_bytes=self._limit_bytes), arena, on_exit)
+    def launch(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> Handle:
+        limited = replace(spec, inline_limit_bytes=self._limit_bytes)
+        return super().launch(limited, arena, channel, on_exit)
 
 
 async def crossover(rounds: int, fifos: tuple[str, str]) -> dict[str, object]:

@@ -1,5 +1,5 @@
 """How many chunks main can take, book and forward: two processes that speak the wire protocol and
-nothing else, around the real `AsyncOmni` with its `Core` and `ZmqChannel`.
+nothing else, around the real `AsyncOmni` with its `Core` and `SocketChannel`.
 
 `python -m bench.router ADDRESS IDENTITY ARENA` is such a process, started by `PeerLauncher`.
 """
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from omni_rt import AsyncOmni, Request
 from omni_rt.config import parse_pipeline
 from omni_rt.runtime.process import OnExit
 from omni_rt.wire.arena import Arena
-from omni_rt.wire.channel import ZmqWorkerChannel
+from omni_rt.wire.channel import SocketWorkerChannel
 from omni_rt.wire.messages import (
     PROTOCOL_VERSION,
     Chunk,
@@ -78,14 +79,17 @@ async def chunks_per_s(width: int, steps: int, *, blocks: bool = False) -> tuple
 class PeerLauncher:
     """`Launcher` of `python -m bench.router` processes."""
 
-    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> PeerHandle:
-        return PeerHandle(spec, on_exit)
+    def launch(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> PeerHandle:
+        return PeerHandle(spec, channel, on_exit)
 
 
 class PeerHandle:
-    def __init__(self, spec: WorkerSpec, on_exit: OnExit) -> None:
-        command = [sys.executable, "-m", "bench.router", spec.address, spec.identity]
-        self._process = subprocess.Popen([*command, str(spec.arena)], cwd=ROOT)
+    def __init__(self, spec: WorkerSpec, channel: socket.socket, on_exit: OnExit) -> None:
+        fd = channel.fileno()
+        command = [sys.executable, "-m", "bench.router", str(fd), spec.identity]
+        self._process = subprocess.Popen([*command, str(spec.arena)], cwd=ROOT, pass_fds=(fd,))
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._exit = (spec.identity, on_exit)
@@ -106,7 +110,7 @@ class PeerHandle:
         on_exit(identity, f"exit status {code}" if code else None)
 
 
-def feed(channel: ZmqWorkerChannel, stage: str, submits: list[Submit], arena: int) -> None:
+def feed(channel: SocketWorkerChannel, stage: str, submits: list[Submit], arena: int) -> None:
     """All steps of all requests, as fast as they can be encoded."""
     params = submits[0].params
     block = 0
@@ -122,7 +126,7 @@ def feed(channel: ZmqWorkerChannel, stage: str, submits: list[Submit], arena: in
     channel.send([Step(stage, list(finished), 0.0, len(submits))])
 
 
-def sink(channel: ZmqWorkerChannel, stage: str, feeds: list[Feed]) -> None:
+def sink(channel: SocketWorkerChannel, stage: str, feeds: list[Feed]) -> None:
     """Give the leases back; a request whose input has ended is finished."""
     blocks = [
         (feed.data.arena, feed.data.offset, feed.data.generation)
@@ -138,8 +142,8 @@ def sink(channel: ZmqWorkerChannel, stage: str, feeds: list[Feed]) -> None:
         channel.send([Step(stage, ended, 0.0, len(ended))])
 
 
-def main(address: str, identity: str, arena: int) -> None:
-    channel = ZmqWorkerChannel(address, identity)
+def main(fd: int, identity: str, arena: int) -> None:
+    channel = SocketWorkerChannel(fd)
     stage = identity.partition(".")[0]
     inputs = (PortSpec("in", "tensor"),) if stage == "sink" else ()
     outputs = (PortSpec("out", "tensor"), PortSpec("text", "text"))
@@ -164,4 +168,4 @@ def main(address: str, identity: str, arena: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

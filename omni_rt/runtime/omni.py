@@ -25,7 +25,7 @@ from omni_rt.runtime.status import StageStatus, Status, status_of
 from omni_rt.runtime.stream import Mailbox, Stream
 from omni_rt.runtime.supervisor import Worker, WorkerState
 from omni_rt.wire.arena import Arena, BlockReader
-from omni_rt.wire.channel import Channel, ZmqChannel
+from omni_rt.wire.channel import Channel, SocketChannel
 from omni_rt.wire.messages import Attach, Stop, ToMain, ToWorker
 from omni_rt.wire.tensors import Block
 
@@ -41,9 +41,9 @@ _MAX_SEED = 2**31 - 1
 class AsyncOmni:
     """A running pipeline: starts its workers, takes requests, ends without a trace.
 
-    Runs on the caller's own loop, installs no signal handler and starts no thread (ZeroMQ has one
-    of its own). Use it as an async context manager, or call `start`, `ready` and `close`.
-    `channel` and `launcher` are for tests.
+    Runs on the caller's own loop, installs no signal handler and starts no thread. Use it as an
+    async context manager, or call `start`, `ready` and `close`. `channel` and `launcher` are for
+    tests.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AsyncOmni:
         """Spawn all workers, in parallel; returns at once. See `ready` and `watch`."""
         self._loop = asyncio.get_running_loop()
         if self._channel is None:
-            self._channel = ZmqChannel()
+            self._channel = SocketChannel()
         self._channel.watch(self._on_messages, self._on_garbage)
         self._apply(self._core.start(self._now()))
 
@@ -216,9 +216,7 @@ class AsyncOmni:
     # ---- events
 
     def _on_messages(self, identity: str, messages: list[ToMain]) -> None:
-        assert self._channel is not None
         self._apply(self._core.on_messages(identity, messages, self._now()))
-        self._channel.connected(identity)
 
     def _on_garbage(self, identity: str, what: str) -> None:
         self._apply(self._core.on_garbage(identity, what, self._now()))
@@ -272,11 +270,11 @@ class AsyncOmni:
                 self.config,
                 self._graph,
                 worker,
-                self._channel.open_endpoint(worker.identity),
                 os.getpid(),
                 on_main_thread=threading.current_thread() is threading.main_thread(),
             )
-            handle = self._launcher.launch(spec, arena, self._on_exit)
+            with self._channel.open(worker.identity) as theirs:
+                handle = self._launcher.launch(spec, arena, theirs, self._on_exit)
         except (OSError, OmniError) as error:
             assert self._loop is not None
             self._loop.call_soon(self._on_exit, worker.identity, f"cannot be started: {error}")

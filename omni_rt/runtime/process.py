@@ -43,32 +43,41 @@ class Handle(Protocol):
 class Launcher(Protocol):
     """Starts workers. The simulation has one of its own."""
 
-    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> Handle: ...
+    def launch(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> Handle:
+        """Start a worker that writes `arena` and inherits `channel`, its end of the channel."""
+        ...
 
 
 class ProcessLauncher:
     """`Launcher` for real processes on this machine."""
 
-    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> Handle:
-        return WorkerProcess(spec, arena, on_exit)
+    def launch(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> Handle:
+        return WorkerProcess(spec, arena, channel, on_exit)
 
 
 class WorkerProcess:
-    def __init__(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> None:
+    def __init__(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> None:
         self._identity = spec.identity
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._partial = b""
         self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = (theirs.fileno(), channel.fileno())
         with theirs:
             # -P: a folder of the user's that is called like one of our modules must not win.
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER_MODULE, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", WORKER_MODULE, *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
             )
         self.pid = self._popen.pid
         packet = msgspec.msgpack.encode(spec)

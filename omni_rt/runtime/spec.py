@@ -17,7 +17,6 @@ def worker_spec(
     config: PipelineConfig,
     graph: Graph,
     worker: Worker,
-    address: str,
     main_pid: int,
     *,
     on_main_thread: bool,
@@ -25,7 +24,6 @@ def worker_spec(
     arena_bytes = arena_size(config, worker)
     return WorkerSpec(
         version=PROTOCOL_VERSION,
-        address=address,
         identity=worker.identity,
         epoch=worker.epoch,
         main_pid=main_pid,

@@ -271,7 +271,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First packet on the lifeline socket; the arena's descriptor travels with it."""
 
     version: int
-    address: str  # ipc:// endpoint of main
     identity: str  # "worker.replica.epoch", never reused
     epoch: int
     main_pid: int

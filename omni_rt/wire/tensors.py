@@ -12,7 +12,7 @@ import math
 import msgspec
 
 # Bytes of a tensor up to which it travels inside the message. Measured by bench/handoff.py: the
-# crossover between inline and arena lies between 4 and 16 KB over ZeroMQ; inline needs no lease.
+# crossover between inline and arena lies between 4 and 16 KB; inline needs no lease.
 INLINE_LIMIT_BYTES = 4096
 
 ITEMSIZE_BYTES = {

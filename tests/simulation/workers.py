@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -80,11 +81,8 @@ class World:
 
     # ---- Channel
 
-    def open_endpoint(self, identity: str) -> str:
-        return f"sim://{identity}"
-
-    def connected(self, identity: str) -> None:
-        return None
+    def open(self, identity: str) -> socket.socket:
+        return socket.socket(socket.AF_UNIX)  # nothing goes through it
 
     def forget(self, identity: str) -> None:
         return None
@@ -106,7 +104,9 @@ class World:
 
     # ---- Launcher
 
-    def launch(self, spec: WorkerSpec, arena: Arena, on_exit: OnExit) -> SimWorker:
+    def launch(
+        self, spec: WorkerSpec, arena: Arena, channel: socket.socket, on_exit: OnExit
+    ) -> SimWorker:
         self._next_pid += 1
         worker = SimWorker(self, spec, arena, on_exit, self._next_pid)
         self.workers[spec.identity] = worker

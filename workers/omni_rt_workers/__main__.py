@@ -1,4 +1,4 @@
-"""The worker process: `python -P -m omni_rt_workers LIFELINE_FD`, started by main only."""
+"""The worker process: `python -P -m omni_rt_workers LIFELINE CHANNEL`, started by main only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 
 from omni_rt.errors import ConfigError, OmniError
-from omni_rt.wire.channel import ZmqWorkerChannel
+from omni_rt.wire.channel import SocketWorkerChannel
 from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
 from omni_rt_workers.engines import registry
 from omni_rt_workers.inputs import Reshape
@@ -26,7 +26,7 @@ def main() -> int:
     lifeline = Lifeline(int(sys.argv[1]))
     spec, arena = lifeline.receive_spec()
     lifeline.die_with_main(spec)
-    channel = ZmqWorkerChannel(spec.address, spec.identity)
+    channel = SocketWorkerChannel(int(sys.argv[2]))
     channel.send([Hello(PROTOCOL_VERSION, os.getpid())])
     memory = Memory(arena, spec.epoch)
 
@@ -55,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def _load(loop: Loop, channel: ZmqWorkerChannel, spec: WorkerSpec, stage: StageSpec) -> bool:
+def _load(loop: Loop, channel: SocketWorkerChannel, spec: WorkerSpec, stage: StageSpec) -> bool:
     try:
         make = registry.find(stage.engine)
         loop.load(stage, make, _via(stage), spec.inline_limit_bytes)
