@@ -14,7 +14,7 @@ import msgspec
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 
 # Raised with every change of a message. A worker of another version is stopped at once.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Payload = Inline | Block | DeviceBlock | Local
 Transport = Literal["local", "shm", "cuda"]
@@ -210,12 +210,14 @@ StepItem = Chunk | Finished | Failed | StepProgress
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
-    """All that came out of one step of one stage."""
+    """All that came out of one step of one stage. Steps that give nothing are told with the next
+    one that does."""
 
     stage: str
     items: list[StepItem]
     step_s: float  # seconds inside Engine.step
     batch: int  # requests the engine held during the step
+    steps: int = 1  # that this tells of; 0: what comes out between two steps
 
 
 class Released(msgspec.Struct, frozen=True, tag="released", array_like=True):

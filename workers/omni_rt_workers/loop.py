@@ -32,7 +32,7 @@ from omni_rt.wire.messages import (
     ToMain,
     ToWorker,
 )
-from omni_rt_workers.engine import Engine, MakeEngine, Task
+from omni_rt_workers.engine import Engine, EngineBroken, MakeEngine, Task
 from omni_rt_workers.inputs import Lease, Reshape, TaskInputs
 from omni_rt_workers.memory import Memory
 from omni_rt_workers.outbox import StageOutbox, emits
@@ -49,7 +49,8 @@ class HostedStage:
     outbox: StageOutbox
     via: dict[str, Reshape]
     tasks: dict[str, Task] = field(default_factory=dict)  # by request id
-    step_s: float = 0.0  # of the step whose items have not been sent yet
+    step_s: float = 0.0  # of the steps that have not been told of: those without output are silent
+    steps: int = 0
     batch: int = 0
 
 
@@ -224,14 +225,17 @@ class Loop:
 
     def _step(self, stage: HostedStage) -> None:
         started = self._clock()
-        stage.batch = len(stage.tasks)
+        stage.batch = max(stage.batch, len(stage.tasks))
         self.counters["steps"] += 1
         try:
             stage.engine.step()
+        except EngineBroken:
+            raise
         except Exception as error:
             self._fail_step(stage, error)
         self._settle(stage)
-        stage.step_s = self._clock() - started
+        stage.step_s += self._clock() - started
+        stage.steps += 1
 
     def _fail_step(self, stage: HostedStage, error: Exception) -> None:
         """The step's error belongs to the tasks that were in it; the stage itself goes on."""
@@ -262,8 +266,8 @@ class Loop:
         out: list[ToMain] = []
         for stage in self._stages.values():
             if items := stage.outbox.take_items():
-                out.append(Step(stage.spec.name, items, stage.step_s, stage.batch))
-                stage.step_s, stage.batch = 0.0, 0
+                out.append(Step(stage.spec.name, items, stage.step_s, stage.batch, stage.steps))
+                stage.step_s, stage.batch, stage.steps = 0.0, 0, 0
             if stalls := stage.outbox.take_stalls():
                 self.counters["stalls"] += len(stalls)
                 out += stalls

@@ -3,12 +3,17 @@
 Plan a pipeline for eight GPUs on a laptop, or test the runtime. What it gives is a function of what
 it got, so that a wrong, lost or doubled hand-off shows in the result: see `digest`.
 
-Options (`simulated:`): `step_s` seconds of one step of the whole batch (default 0.01); `steps` of
-one request (default 10); `busy` true = burn a core instead of sleeping; `inputs` names of input
-ports; `facts` reported by every request; `load_s` seconds to load; `ports` {name: {"bytes": size of
-one chunk (default 32), "every": steps between chunks; 0 = one chunk at the end (default), "kind":
-tensor (default), text or image}}.
-A request whose inputs stream makes one step for each chunk of its first streamed port.
+Options (`simulated:`): `step_s` seconds of one step of the whole batch (default 0.01); `more_s`
+what each further request adds to it (0); `first_s` what a request's first step adds (0), as a
+prompt does; `steps` of one request (default 10); `repeat` (1), below; `busy` true = burn a core
+instead of sleeping; `inputs` names of input ports; `facts` reported by every request; `load_s`
+seconds to load; `ports` {name: {"bytes": size of one chunk (default 32), "every": steps between
+chunks; 0 = one chunk at the end (default), "kind": tensor (default), text, image or audio}}.
+A port of kind audio gives 16-bit PCM at `sample_rate` (24000): a ramp of the sample's number, so
+that a gap shows.
+A request whose inputs stream makes one step for each chunk of its first streamed port, and when
+that has ended, further ones until they are `repeat` times as many as there were chunks: so a talker
+goes on speaking when the text is over.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import hashlib
 import struct
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,12 +38,16 @@ from omni_rt_workers.engines.echo import prompt_of
 class PortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int = 32
     every: int = 0
-    kind: Literal["tensor", "text", "image"] = "tensor"
+    kind: Literal["tensor", "text", "image", "audio"] = "tensor"
+    sample_rate: int = 24_000
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float = 0.01
+    more_s: float = 0.0
+    first_s: float = 0.0
     steps: int = 10
+    repeat: int = 1
     busy: bool = False
     inputs: tuple[str, ...] = ()
     ports: dict[str, PortOptions] = {}
@@ -100,10 +110,17 @@ class SimulatedEngine:
 
     def step(self) -> None:
         batch = [(task, work) for task, work in self._running.items() if self._movable(task, work)]
-        self._work(self._options.step_s)
+        self._work(self._seconds(batch))
         for task, work in batch:
             self._advance(task, work)
         self._admit()
+
+    def _seconds(self, batch: list[tuple[Task, _Work]]) -> float:
+        moving = [work for task, work in batch if not self._ended(task, work)]
+        new = sum(not work.done for work in moving)
+        more = max(0, len(moving) - 1)
+        options = self._options
+        return options.step_s + more * options.more_s + new * options.first_s
 
     def _advance(self, task: Task, work: _Work) -> None:
         if not self._ended(task, work):
@@ -126,6 +143,9 @@ class SimulatedEngine:
                 mark = digest(self._spec.name, port, number, prompt_of(task), seen)
                 if _kind(port, options) == "text":
                     self._out.text(task, mark.hex(), (number,))
+                elif options.kind == "audio":
+                    meta = {"media_type": "audio/pcm", "sample_rate": options.sample_rate}
+                    self._out.put_bytes(task, port, ramp(number, options.bytes // 2), meta=meta)
                 elif task.emit[port].encode:
                     seed = int(task.values.get("seed", 0))
                     meta = {"media_type": "image/png", "width": 8, "height": 8, "seed": seed}
@@ -136,7 +156,7 @@ class SimulatedEngine:
 
     def _take_chunk(self, task: Task, work: _Work) -> None:
         """Consume the next streamed chunk: note it and give its lease back, as a vocoder would."""
-        if work.stream:
+        if work.stream and work.done < self._arrived(task, work.stream):
             view = task.inputs.views(work.stream)[0]
             work.chunk = _hash([view])
             work.all_chunks.update(view)
@@ -151,7 +171,8 @@ class SimulatedEngine:
 
     def _ended(self, task: Task, work: _Work) -> bool:
         if work.stream:
-            return task.inputs.ended(work.stream) and work.done >= self._arrived(task, work.stream)
+            steps = self._arrived(task, work.stream) * self._options.repeat
+            return task.inputs.ended(work.stream) and work.done >= steps
         return work.done >= work.steps
 
     def _movable(self, task: Task, work: _Work) -> bool:
@@ -159,7 +180,7 @@ class SimulatedEngine:
             return False
         if not work.stream:
             return True
-        return work.done < self._arrived(task, work.stream) or self._ended(task, work)
+        return work.done < self._arrived(task, work.stream) or task.inputs.ended(work.stream)
 
     def _arrived(self, task: Task, port: str) -> int:
         return task.inputs.count(port)
@@ -176,7 +197,7 @@ class SimulatedEngine:
         self._waiting.clear()
 
 
-def _kind(name: str, options: PortOptions) -> Literal["tensor", "text", "image"]:
+def _kind(name: str, options: PortOptions) -> Literal["tensor", "text", "image", "audio"]:
     return "text" if name == "text" else options.kind
 
 
@@ -190,6 +211,15 @@ def _png(color: bytes, side: int) -> bytes:
         for name, data in parts
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+_RAMP = array("h", range(-32768, 32768)).tobytes() * 2
+
+
+def ramp(number: int, samples: int) -> bytes:
+    """Chunk `number` of a sound: `samples` (at most 65536) values that count up, 16 bits each."""
+    start = number * samples % 65536
+    return _RAMP[2 * start : 2 * (start + samples)]
 
 
 def digest(stage: str, port: str, number: int, prompt: str, seen: Iterable[bytes]) -> bytes:
