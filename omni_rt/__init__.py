@@ -11,6 +11,7 @@ from omni_rt.errors import (
     StageUnavailable,
 )
 from omni_rt.request import (
+    Audio,
     ChatMessage,
     Data,
     Done,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncOmni",
+    "Audio",
     "BadRequest",
     "Cancelled",
     "ChatMessage",

@@ -53,6 +53,21 @@ class Image(msgspec.Struct, frozen=True, tag=True):
     output: str = "image"
 
 
+class Audio(msgspec.Struct, frozen=True, tag=True):
+    """A piece of sound, in order: all pieces of an output, joined, are the whole of it.
+
+    `data` are signed 16-bit little-endian samples of one channel, without a header
+    ("audio/pcm"); `omni_rt.wav.wav` makes a file of them.
+    """
+
+    data: bytes
+    media_type: str
+    sample_rate: int  # Hz
+    index: int  # 0, 1, 2, ... per output
+    last: bool  # True: no more will come. A stage that did not know it then leaves it False.
+    output: str = "audio"
+
+
 class Data(msgspec.Struct, frozen=True, tag=True):
     """Raw bytes of a port that is neither text nor encoded media (latents, hidden states, ...)."""
 
@@ -79,4 +94,4 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     stage_s: dict[str, float]  # seconds from submission to the end of each stage
 
 
-Output = Text | Image | Data | Progress | Done
+Output = Text | Image | Audio | Data | Progress | Done

@@ -44,7 +44,8 @@ def run(
     prompt: Annotated[str, typer.Argument(help="What is asked.")],
     config: ConfigOption = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File for the picture.")
+        Path | None,
+        typer.Option("-o", "--output", help="File for the picture, or for the sound: *.wav."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**53, help="Seed; without one a random one.")

@@ -17,8 +17,9 @@ from rich.progress import Progress as Bars
 from omni_rt.cli.display import LoadingDisplay
 from omni_rt.config import PipelineConfig, bundled, load_pipeline
 from omni_rt.errors import BadRequest, OmniError
-from omni_rt.request import Data, Done, Image, Progress, Request, Text
+from omni_rt.request import Audio, Data, Done, Image, Progress, Request, Text
 from omni_rt.runtime.omni import AsyncOmni
+from omni_rt.wav import wav
 
 
 def run_command(
@@ -40,7 +41,7 @@ def _check(prompt: str, output: Path | None) -> None:
     if not prompt.strip():
         raise BadRequest("the prompt is empty", param="prompt")
     if output is not None and output.is_dir():
-        raise BadRequest(f"{output} is a folder, not a file for the picture", param="output")
+        raise BadRequest(f"{output} is a folder, not a file", param="output")
     if output is not None and not output.parent.is_dir():
         raise BadRequest(f"there is no folder {output.parent}", param="output")
 
@@ -63,28 +64,52 @@ async def _run(pipeline: PipelineConfig, request: Request, output: Path | None) 
     async with omni:
         loading.close()
         async with omni.submit(request) as stream:
+            sounds: dict[str, list[Audio]] = {}
             with _StepBars() as bars:
                 async for item in stream:
                     if isinstance(item, Progress):
                         bars.show(item)
+                    elif isinstance(item, Audio):
+                        sounds.setdefault(item.output, []).append(item)
                     else:
                         await asyncio.to_thread(_show, item, output)
+            for pieces in sounds.values():
+                await asyncio.to_thread(_write_sound, pieces, output)
 
 
 def _show(item: Text | Image | Data | Done, output: Path | None) -> None:
     if isinstance(item, Text):
         print(item.text, end="", flush=True)
     elif isinstance(item, Image):
-        path = output or Path(f"{item.output}.png")
-        try:
-            path.write_bytes(item.data)
-        except OSError as error:
-            raise OmniError(f"cannot write {path}: {error.strerror}") from error
+        path = _path(item.output, output, ".png")
+        _write(path, item.data)
         print(f"\n{path}: {item.width}x{item.height}, seed {item.seed}")
     elif isinstance(item, Data):
         print(f"\n{item.output}: {item.dtype} {item.shape}, {len(item.data)} bytes")
     else:
         print(file=sys.stdout)
+
+
+def _write_sound(pieces: list[Audio], output: Path | None) -> None:
+    path = _path(pieces[0].output, output, ".wav")
+    pcm, rate = b"".join(piece.data for piece in pieces), pieces[0].sample_rate
+    _write(path, wav(pcm, rate))
+    print(f"{path}: {len(pcm) / 2 / rate:.2f} s at {rate} Hz")
+
+
+def _path(name: str, output: Path | None, suffix: str) -> Path:
+    """The file that was named; one beside it if that is named for a medium of the other kind."""
+    if output is None:
+        return Path(name + suffix)
+    is_wav = output.suffix.lower() == ".wav"
+    return output if is_wav == (suffix == ".wav") else output.with_suffix(suffix)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OmniError(f"cannot write {path}: {error.strerror}") from error
 
 
 class _StepBars:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from omni_rt.errors import OmniError
-from omni_rt.request import Data, Image, Output, Progress, Text
+from omni_rt.request import Audio, Data, Image, Output, Progress, Text
 from omni_rt.runtime.effects import Delivery
 from omni_rt.wire.messages import Chunk, TextPiece
 from omni_rt.wire.tensors import Block, Inline
@@ -130,8 +130,9 @@ class Stream:
         else:
             raise OmniError(f"output {name} came as {type(data).__name__}, which main cannot read")
         meta = chunk.meta or {}
-        if str(meta.get("media_type", "")).startswith("image/"):
-            return Image(
-                content, meta["media_type"], meta["width"], meta["height"], meta["seed"], name
-            )
+        media_type = str(meta.get("media_type", ""))
+        if media_type.startswith("image/"):
+            return Image(content, media_type, meta["width"], meta["height"], meta["seed"], name)
+        if media_type.startswith("audio/"):
+            return Audio(content, media_type, meta["sample_rate"], chunk.seq, chunk.last, name)
         return Data(content, data.dtype, data.shape, name)

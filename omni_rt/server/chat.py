@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: text and pictures in the reply, whole or streamed."""
+"""POST /v1/chat/completions: text, pictures and speech in the reply, whole or streamed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from litestar.di import NamedDependency
 from litestar.params import JSONBody
 
 from omni_rt.errors import BadRequest
-from omni_rt.request import ChatMessage, Done, Image, Output, Request, Text
+from omni_rt.request import Audio, ChatMessage, Done, Image, Output, Request, Text
 from omni_rt.runtime.stream import Stream
 from omni_rt.server import sse
 from omni_rt.server.errors import ErrorReply, reply_of
 from omni_rt.server.gone import unless_gone
+from omni_rt.server.speech import AudioFormat, AudioOptions, AudioReply, Talk, spoken
 from omni_rt.server.state import Int, PictureFields, Seed, Served, set_fields
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=16)]
@@ -67,6 +68,7 @@ class ChatBody(PictureFields, kw_only=True):
     repetition_penalty: float | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
+    audio: AudioOptions | None = None
     extra_body: ExtraBody | None = None
 
 
@@ -85,6 +87,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     images: list[ImagePart] | None = None
+    audio: AudioReply | None = None
 
 
 class Usage(msgspec.Struct):
@@ -134,11 +137,12 @@ async def chat(
     requests = [_request(served, data, k) for k in range(data.n or 1)]
     streams = served.submit_all(requests)
     head = (f"chatcmpl-{streams[0].id}", int(time.time()), served.name)
+    form = data.audio.format if data.audio else None
     if data.stream:
         usage = bool(data.stream_options and data.stream_options.include_usage)
         return await sse.response(request, _events(streams, head, usage))
     outputs = await unless_gone(request, _collect_all(streams))
-    return Response(_completion(outputs, head))
+    return Response(_completion(outputs, head, form or "wav"))
 
 
 # ---- in
@@ -149,6 +153,8 @@ def _request(served: Served, body: ChatBody, index: int) -> Request:
         raise BadRequest("only response_format 'text' is supported", param="response_format")
     if body.modalities == []:
         raise BadRequest("modalities asks for nothing", param="modalities", hint="leave it out")
+    if body.audio is not None:
+        body.audio.check(body.modalities, streamed=bool(body.stream))
     messages = tuple(_message(message, k) for k, message in enumerate(body.messages))
     if not any(message.content.strip() for message in messages):
         raise BadRequest("the messages have no text", param="messages")
@@ -164,6 +170,7 @@ def _request(served: Served, body: ChatBody, index: int) -> Request:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
+        voice=body.audio.voice if body.audio else None,
     )
     extra = body.extra_body.params() if body.extra_body else {}
     kinds = body.modalities
@@ -220,18 +227,28 @@ async def _collect(stream: Stream) -> list[Output]:
         return [output async for output in stream]
 
 
-def _completion(outputs: list[list[Output]], head: tuple[str, int, str]) -> Completion:
-    choices = [_choice(each, k) for k, each in enumerate(outputs)]
+def _completion(
+    outputs: list[list[Output]], head: tuple[str, int, str], form: AudioFormat
+) -> Completion:
+    choices = [_choice(each, k, head, form) for k, each in enumerate(outputs)]
     ends = [done for each in outputs if isinstance(done := each[-1], Done)]
     return Completion(*head, choices, _usage(ends), ends[0].seed)
 
 
-def _choice(outputs: list[Output], index: int) -> Choice:
+def _choice(
+    outputs: list[Output], index: int, head: tuple[str, int, str], form: AudioFormat
+) -> Choice:
     text = "".join(output.text for output in outputs if isinstance(output, Text))
     images = [_image_part(output) for output in outputs if isinstance(output, Image)]
+    sounds = [output for output in outputs if isinstance(output, Audio)]
+    audio = spoken(sounds, _audio_id(head, index), text, head[1], form) if sounds else None
     done = outputs[-1]
     assert isinstance(done, Done)
-    return Choice(index, Reply("assistant", text, images or None), done.finish_reason)
+    return Choice(index, Reply("assistant", text, images or None, audio), done.finish_reason)
+
+
+def _audio_id(head: tuple[str, int, str], index: int) -> str:
+    return f"audio-{head[0].removeprefix('chatcmpl-')}-{index}"
 
 
 def _image_part(image: Image) -> ImagePart:
@@ -257,6 +274,7 @@ async def _events(
     """Raises what goes wrong before the first output; tells what goes wrong after it."""
     ends: list[Done] = []
     begun = False
+    talks = [Talk(_audio_id(head, k), head[1]) for k in range(len(streams))]
     try:
         async for k, output in sse.merged(streams):
             if not begun:
@@ -264,11 +282,16 @@ async def _events(
                 for index in range(len(streams)):
                     yield _event(head, index, Reply("assistant", ""))
             if isinstance(output, Text):
+                talks[k].hear(output)
                 yield _event(head, k, Reply(content=output.text))
+            elif isinstance(output, Audio):
+                yield _event(head, k, Reply(audio=talks[k].say(output)))
             elif isinstance(output, Image):
                 yield _event(head, k, Reply(images=[_image_part(output)]))
             elif isinstance(output, Done):
                 ends.append(output)
+                if talks[k].begun:
+                    yield _event(head, k, Reply(audio=talks[k].end()))
                 yield _event(head, k, Reply(), output.finish_reason)
         if with_usage:
             yield sse.data(Delta(*head, [], _usage(ends)))

@@ -114,6 +114,8 @@ class Served:
                 stream.cancel()
             if isinstance(error, BadRequest) and error.param in ("width", "height"):
                 error.param = "size"  # as it is called in the body
+            elif isinstance(error, BadRequest) and error.param == "voice":
+                error.param = "audio.voice"
             raise
         return streams
 

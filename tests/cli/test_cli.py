@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import wave
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_run_prints_the_reply(echo: Path) -> None:
     done = omni("run", "one two three", "--config", str(echo))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "one two three\n"
+
+
+def test_run_writes_the_sound_and_the_picture_beside_it(tmp_path: Path) -> None:
+    out = tmp_path / "out.wav"
+    preset = tmp_path / "p.yaml"
+    preset.write_text("preset: simulated-omni\n")
+    done = omni("run", "x", "--config", str(preset), "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    with wave.open(str(out)) as file:
+        assert (file.getframerate(), file.getnframes()) == (24_000, 10 * 65536 // 2)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_writes_the_picture(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Encoding finished pictures for clients."""
+"""Encoding finished pictures and sound for clients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 
@@ -17,6 +18,14 @@ def png(picture: Image) -> bytes:
 def jpeg(picture: Image, quality: int = 90) -> bytes:
     """`quality` from 1 to 95. Transparency is lost."""
     return _saved(picture.convert("RGB"), "JPEG", quality=quality)
+
+
+def pcm16(samples: torch.Tensor) -> bytes:
+    """Signed 16-bit little-endian samples, from floats [samples] in -1..1 on any device."""
+    import torch
+
+    whole = (samples.detach().float().clamp(-1.0, 1.0) * 32767).round().to(torch.int16)
+    return whole.cpu().contiguous().numpy().astype("<i2", copy=False).tobytes()
 
 
 def _saved(picture: Image, form: str, **options: int) -> bytes:

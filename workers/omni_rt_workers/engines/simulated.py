@@ -84,9 +84,14 @@ class SimulatedEngine:
         return Ports(
             inputs=tuple(PortSpec(name, "tensor") for name in self._options.inputs),
             outputs=tuple(outputs),
-            params=(ParamSpec("steps", "int", 1, 10000, about="steps of this request"),),
+            params=self._params(),
             slots=self._spec.max_batch * 2,
         )
+
+    def _params(self) -> tuple[ParamSpec, ...]:
+        steps = ParamSpec("steps", "int", 1, 10000, about="steps of this request")
+        speaks = any(port.kind == "audio" for port in self._options.ports.values())
+        return (steps, ParamSpec("voice", "str", about="changes nothing")) if speaks else (steps,)
 
     def add(self, task: Task) -> None:
         stream = next((p for p in task.inputs.ports() if not task.inputs.ended(p)), None)
