@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_rt_workers.engines.vllm_ar.scheduler import OmniARScheduler
 from omni_rt_workers.engines.vllm_ar.worker import OmniCPUWorker
 
 
@@ -21,17 +22,28 @@ class CountingWorker(OmniCPUWorker):
 
 
 class FailingWorker(OmniCPUWorker):
-    """Raises once, when told to, at one place of a step that computes something."""
+    """Raises, when told to, at one place of a step that computes something."""
 
-    where = ""
+    once = ""
+    poison = ("", -1)
+    watching = False
 
     def fail_once(self, where: str) -> None:
-        self.where = where
+        self.once = where
 
-    def execute_model(self, scheduler_output: Any) -> Any:
-        self._busy = bool(scheduler_output.total_num_scheduled_tokens)
+    def fail_on(self, where: str, token: int, only_rank: int | None = None) -> None:
+        """In every step with a request that has `token` in its prompt; in the forward: in every
+        one that computes on it."""
+        if only_rank in (None, self.rank):
+            self.poison = (where, token)
+        if not self.watching:
+            self.get_model().register_forward_pre_hook(self._look, with_kwargs=True)
+            self.watching = True
+
+    def execute_model(self, scheduler_output: Any, *args: Any) -> Any:
+        self._in_step = self._prompts(scheduler_output)
         self._fail("before the forward")
-        out = super().execute_model(scheduler_output)
+        out = super().execute_model(scheduler_output, *args)
         self._fail("after the forward")
         return out
 
@@ -41,7 +53,40 @@ class FailingWorker(OmniCPUWorker):
         self._fail("after sampling")
         return out
 
+    def _prompts(self, scheduler_output: Any) -> list[list[int]]:
+        new = {one.req_id: one.prompt_token_ids for one in scheduler_output.scheduled_new_reqs}
+        known = self.model_runner.requests
+        ids = scheduler_output.num_scheduled_tokens
+        return [new.get(id) or known[id].prompt_token_ids for id in ids]
+
+    def _look(self, module: Any, args: Any, kwargs: Any) -> None:
+        where, token = self.poison
+        if where == "in the forward" and (kwargs["input_ids"] == token).any():
+            raise RuntimeError(f"poisoned {where}")
+
     def _fail(self, here: str) -> None:
-        if self._busy and self.where in (here, "always"):
-            self.where = "" if self.where == here else "always"
+        if self._in_step and self.once == here:
+            self.once = ""
             raise RuntimeError(f"made to fail {here}")
+        where, token = self.poison
+        if where == here and any(token in prompt for prompt in self._in_step):
+            raise RuntimeError(f"poisoned {here}")
+
+
+class FailingScheduler(OmniARScheduler):
+    """Raises in the middle of its work on a request that has `poison` in its prompt."""
+
+    poison = -1
+    where = ""
+
+    def _reserve_prefill_lookahead(self, request: Any, *args: Any) -> Any:
+        self._fail("in schedule", request)
+        return super()._reserve_prefill_lookahead(request, *args)
+
+    def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._fail("in update_from_output", request)
+        return super()._update_request_with_output(request, *args, **kwargs)
+
+    def _fail(self, here: str, request: Any) -> None:
+        if self.where == here and self.poison in request.prompt_token_ids:
+            raise RuntimeError(f"poisoned {here}")

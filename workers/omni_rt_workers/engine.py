@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from omni_rt.errors import OmniError
 from omni_rt.wire.messages import Emit, Ports, StageSpec
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 Say = Callable[[str, float], None]
 """Called while loading with (phase, fraction of the load); also counts as a sign of life."""
+
+
+class EngineBroken(OmniError):
+    """Raised by an engine that cannot go on in this process, from any of its methods: the worker
+    ends, and main starts another and has it do again what can be done again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -154,7 +160,7 @@ class Engine(Protocol):
         """Advance the requests that can be advanced by one step.
 
         An exception that escapes fails every task the engine holds and the loop then calls
-        `abort` for each; the engine must be usable afterwards or raise again.
+        `abort` for each; the engine must be usable afterwards or raise `EngineBroken`.
         """
         ...
 

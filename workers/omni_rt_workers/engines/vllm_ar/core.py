@@ -1,13 +1,14 @@
 """vLLM's `LLMEngine` with its core in this process, and what lies behind it.
 
 All that reaches past `LLMEngine`'s own methods is here: the scheduler's held requests, the
-worker's rows, and how vLLM is emptied after a step that failed.
+worker's rows, and how a step that failed is taken up again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -16,8 +17,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from omni_rt.errors import BadRequest, ConfigError, StageFailed
-from omni_rt_workers.engines.vllm_ar import arguments, rest
+from omni_rt.errors import BadRequest, ConfigError
+from omni_rt_workers.engines.vllm_ar import arguments, failure, rest
 
 if TYPE_CHECKING:
     import torch
@@ -111,24 +112,15 @@ class Core:
             self._llm.step()
         self.forget_rows(ids)
 
-    def recover(self, ids: list[str]) -> None:
-        """Empty vLLM of everything, `ids` included, after a step that raised.
+    def search(
+        self, error: Exception, runnable: Callable[[], set[str]]
+    ) -> Iterator[list[Any] | failure.Culprit]:
+        """After a step that raised: who made it fail, and the outputs of the steps that it takes
+        to find out. See `failure.search`."""
+        return failure.search(self._llm, self._scheduler, error, self._step_only, runnable)
 
-        Raises `StageFailed`, or what vLLM raises, if something stays behind.
-        """
-        under_way = self._llm.engine_core.engine_core.batch_queue
-        if under_way:
-            under_way.clear()
-        self._llm.collective_rpc("forget_step")
-        self.forget_rows(ids)
-        self._scheduler.repeat_ends()
-        self.abort(ids)
-        self.step(set())  # an empty one: tells the worker of the ends
-        if any(self.leftovers.values()):
-            raise StageFailed(f"after the abort of all requests there are {self.leftovers}")
-        # The cache counts blocks as computed from when they are scheduled.
-        if not self._llm.reset_prefix_cache():
-            raise StageFailed("the prefix cache could not be emptied")
+    def _step_only(self, ids: set[str]) -> list[Any]:
+        return self.step(self._scheduler.requests.keys() - ids)
 
     # ---- memory
 

@@ -33,7 +33,6 @@ class AREngine:
         self._names: dict[Task, str] = {}
         self._numbers = count()
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
-        self._broken: Exception | None = None
         self._core: Core
 
     # ---- start and end
@@ -130,10 +129,6 @@ class AREngine:
         """Nothing to do: the engine has no input ports."""
 
     def abort(self, task: Task) -> None:
-        if self._broken is not None:
-            raise StageFailed(
-                "vLLM could not be made usable again after a failed step", stage=self._spec.name
-            ) from self._broken
         name = self._names.get(task)
         if name is not None:
             self._core.abort([self._replies[name].id])
@@ -162,9 +157,9 @@ class AREngine:
         runnable = self._runnable() if held else None
         try:
             outputs = self._core.step(held)
-        except Exception:
-            self._recover()
-            raise
+        except Exception as error:
+            self._isolate(error)
+            return
         self._blocked = None if self._core.moved else runnable
         self._fetch_rows(outputs)
         for output in outputs:
@@ -205,11 +200,33 @@ class AREngine:
             if output.finished:
                 self._forget(output.request_id)
 
-    def _recover(self) -> None:
-        """After an exception the loop aborts every task anyway, so vLLM is emptied at once. If
-        that fails too, `abort` says so, and the worker is started anew."""
-        try:
-            self._core.recover([reply.id for reply in self._replies.values()])
-        except Exception as error:
-            log.exception("stage %s: vLLM is not usable any more", self._spec.name)
-            self._broken = error
+    def _isolate(self, error: Exception) -> None:
+        """After a step that raised: whoever made it fail fails alone, the others go on.
+
+        Raises `EngineBroken` if vLLM cannot be used any more.
+        """
+        from omni_rt_workers.engines.vllm_ar.failure import Culprit
+
+        log.warning("stage %s: a step failed: %s", self._spec.name, error)
+        self._blocked = None
+        for found in self._core.search(error, self._runnable_ids):
+            if isinstance(found, Culprit):
+                self._fail(found.id, found.error)
+            else:
+                self._fetch_rows(found)
+                for output in found:
+                    self._give(output)
+
+    def _runnable_ids(self) -> set[str]:
+        return {reply.id for reply in self._replies.values() if not reply.task.held}
+
+    def _fail(self, id: str, error: Exception) -> None:
+        name = next(name for name, reply in self._replies.items() if reply.id == id)
+        failed = StageFailed(
+            f"the model fails on this request: {type(error).__name__}: {error}",
+            request=self._replies[name].task.request,
+            stage=self._spec.name,
+        )
+        failed.__cause__ = error
+        self._out.fail(self._replies[name].task, failed)
+        self._forget(name)

@@ -13,39 +13,48 @@ class Holding:
     """Mixin for vLLM's schedulers.
 
     A held request that runs keeps its KV blocks and its place; one that waits is not let in.
+    `phase` and `under_way` say, after a step that raised, how far it had come.
     """
 
     running: list[Any]
     waiting: Any
-    finished_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: set[str] = set()  # vLLM's request ids; set by the engine before each step
         self.last: Any = None  # SchedulerOutput of the latest step
+        self.under_way: list[Any] = []  # those whose results have not come yet
+        self.phase = ""  # or "schedule", "update": what is being done
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.phase = "schedule"
+        self.last = self._schedule(*args, **kwargs)
+        self.under_way.append(self.last)
+        self.phase = ""
+        return self.last
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         for request in self.running:
             if request.request_id in self.held:
                 request.next_decode_eligible_step = sys.maxsize
             elif request.next_decode_eligible_step == sys.maxsize:
                 request.next_decode_eligible_step = 0
         if not self.held:
-            self.last = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            return self.last
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         waiting = [one for one in self.waiting if one.request_id in self.held]
         self.waiting.remove_requests(waiting)
         try:
-            self.last = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             for request in reversed(waiting):
                 self.waiting.prepend_request(request)
-        return self.last
 
-    def repeat_ends(self) -> None:
-        """The latest step failed: the worker may not have heard which requests had ended."""
-        if self.last is not None:
-            self.finished_req_ids |= self.last.finished_req_ids
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.phase = "update"
+        updated = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.under_way = [one for one in self.under_way if one is not scheduler_output]
+        self.phase = ""
+        return updated
 
 
 class OmniARScheduler(Holding, Scheduler):

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from omni_rt.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
+from omni_rt_workers.engines.vllm_ar.draws import Draws
 
 TO_THE_END = sys.maxsize
 
@@ -43,6 +43,7 @@ class OmniARModelRunner:
     vllm_config: Any
     model_config: Any
     model_runner: Any
+    device: torch.device
     is_driver_worker: bool
     get_model: Any
 
@@ -56,6 +57,7 @@ class OmniARModelRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._watched: dict[str, Watched] = {}
+        self._draws = Draws()
         self._kv_cache_bytes = 0
         layers: int = self.model_config.hf_text_config.num_hidden_layers
         layer = self.vllm_config.additional_config.get("hidden_layer", -1)
@@ -89,10 +91,15 @@ class OmniARModelRunner:
         self._kv_cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self._draws.forget(scheduler_output.finished_req_ids)
         out = super().execute_model(scheduler_output)  # type: ignore[misc]
         if self._watched and self.is_driver_worker:
             self._keep_rows(scheduler_output)
         return out
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with self._draws.drawing(self.model_runner):
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def _keep_rows(self, scheduler_output: Any) -> None:
         state = self.model_runner.execute_model_state
@@ -130,19 +137,31 @@ class OmniARModelRunner:
         for request in requests:
             self._watched.pop(request, None)
 
-    def forget_step(self) -> None:
-        """Drop what a failed step left half done."""
-        self.model_runner.execute_model_state = None
+    def settle(self, held: dict[str, tuple[int, int]]) -> tuple[list[str], str | None]:
+        """Drop what a failed step left half done.
+
+        `held` has how many tokens, and how many of them in the reply, each request really has.
+        The requests that the runner knows, and what stands in the way of going on. Never raises:
+        where there are several ranks, an exception would mix up their later answers.
+        """
+        try:
+            self.model_runner.execute_model_state = None
+            self._draws.take_back(self.model_runner, held)
+            for request, watched in self._watched.items():
+                if request in held:
+                    _cut(watched, held[request][0])
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # raises if the device is lost
+            return list(_known(self.model_runner)), None
+        except Exception as error:
+            return [], f"{type(error).__name__}: {error}"
 
     def memory_bytes(self) -> dict[str, int]:
         return {"weights": _weights_bytes(self.get_model()), "kv_cache": self._kv_cache_bytes}
 
     def held_requests(self) -> tuple[int, int]:
         """Requests that the runner knows, and requests whose rows are kept."""
-        known = getattr(self.model_runner, "requests", None)
-        if known is None:  # model runner V2
-            known = self.model_runner.req_states.req_id_to_index
-        return len(known), len(self._watched)
+        return len(_known(self.model_runner)), len(self._watched)
 
 
 class OmniCPUWorker(OmniARModelRunner, CPUWorker):
@@ -165,6 +184,13 @@ def _weights_bytes(model: Any) -> int:
     return sum(tensors.values()) + packed
 
 
+def _known(runner: Any) -> Collection[str]:
+    """The requests that a model runner, V1 or V2, has heard of."""
+    requests = getattr(runner, "requests", None)
+    known: Collection[str] = runner.req_states.req_id_to_index if requests is None else requests
+    return known
+
+
 def _starts(scheduler_output: Any) -> dict[str, int]:
     """The absolute position of each request's first row in this step."""
     starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -182,3 +208,15 @@ def _keep(watched: Watched, start: int, rows: torch.Tensor) -> None:
         # A copy: the next step writes into the same memory.
         watched.parts.append(rows[watched.next - start : end - start].clone())
         watched.next = end
+
+
+def _cut(watched: Watched, end: int) -> None:
+    """Drop the rows of positions from `end` on: their tokens turned out not to be."""
+    surplus = watched.next - end
+    while surplus > 0 and watched.parts:
+        part = watched.parts.pop()
+        if len(part) > surplus:
+            watched.parts.append(part[:-surplus])
+        cut = min(len(part), surplus)
+        watched.next -= cut
+        surplus -= cut

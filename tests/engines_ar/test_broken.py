@@ -1,0 +1,129 @@
+"""An engine that cannot go on says so, and its worker ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from omni_rt.wire.arena import Arena
+from omni_rt.wire.messages import Ports
+from omni_rt_workers.engine import Engine, EngineBroken
+from omni_rt_workers.loop import Loop
+from omni_rt_workers.memory import Memory
+
+from .fakes import loaded, prompts, stage, task
+from .test_failure import OPTIONS, POISON, scheduler
+from .test_loop import Channel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.model
+
+
+def test_a_step_that_fails_while_it_is_booked_breaks_the_engine(folder: Path) -> None:
+    with loaded(folder, vllm=OPTIONS) as one:
+        scheduler(one).poison, scheduler(one).where = POISON, "in update_from_output"
+        ids = prompts(1, 20, 20)[0]
+        ids[4] = POISON
+        one.engine.add(task(ids, max_tokens=4))
+        with pytest.raises(EngineBroken, match="while it booked a step: RuntimeError: poisoned"):
+            one.run()
+
+
+class World:
+    """What `failure.settle` sees of vLLM: one request in one step under way."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.answers: list[Any] = [(["a"], None)]
+        self.request = SimpleNamespace(
+            num_computed_tokens=7, num_tokens=7, num_output_tokens=2, is_finished=lambda: False
+        )
+        step = SimpleNamespace(num_scheduled_tokens={"a": 1})
+        self.scheduler = SimpleNamespace(
+            phase="", under_way=[step], requests={"a": self.request}, held=set()
+        )
+        self.executor = SimpleNamespace()
+        for name, value in parts.items():
+            owner, name = name.split("__")
+            setattr(getattr(self, owner), name, value)
+        core = SimpleNamespace(model_executor=self.executor, batch_queue=None)
+        self.llm = SimpleNamespace(
+            engine_core=SimpleNamespace(engine_core=core),
+            collective_rpc=lambda *args, **kwargs: self.answers,
+        )
+
+    def settle(self, error: Exception) -> None:
+        from omni_rt_workers.engines.vllm_ar import failure
+
+        failure.settle(self.llm, self.scheduler, error)
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "says"),
+    [
+        ({}, RuntimeError("CUDA error: misaligned address"), "cannot go on in this process"),
+        ({"executor__is_failed": True}, RuntimeError("Executor failed."), "cannot go on"),
+        ({}, TimeoutError("RPC call to execute_model timed out."), "cannot go on"),
+        ({"scheduler__phase": "update"}, ValueError("x"), "while it booked a step: ValueError: x"),
+        ({"scheduler__under_way": []}, ValueError("x"), "outputs of a step were lost"),
+        (
+            {"scheduler__phase": "schedule", "scheduler__requests": {}, "scheduler__under_way": []},
+            ValueError(),
+            "no request",
+        ),
+    ],
+)
+def test_what_cannot_be_settled_is_not_tried(
+    parts: dict[str, Any], error: Exception, says: str
+) -> None:
+    with pytest.raises(EngineBroken, match=says):
+        World(**parts).settle(error)
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([(["a"], None), ([], "RuntimeError: CUDA error")], "could not be set right: RuntimeError"),
+        ([(["a"], None), (["a", "b"], None)], "ranks of vLLM do not know the same requests"),
+    ],
+)
+def test_a_rank_that_is_not_like_the_others_breaks_the_engine(
+    answers: list[Any], says: str
+) -> None:
+    world = World()
+    world.answers = answers
+    with pytest.raises(EngineBroken, match=says):
+        world.settle(ValueError("x"))
+
+
+def test_what_settling_raises_breaks_the_engine() -> None:
+    world = World()
+    world.llm.collective_rpc = None
+    with pytest.raises(EngineBroken, match=r"\(ValueError: x\): TypeError"):
+        world.settle(ValueError("x"))
+
+
+class Broken:
+    """An engine that breaks in its first step."""
+
+    idle = False
+
+    def load(self, say: Any) -> Ports:
+        return Ports((), (), (), 1)
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def step(self) -> None:
+        raise EngineBroken("it is over")
+
+
+def test_a_broken_engine_ends_the_worker() -> None:
+    memory = Memory(Arena.create(1, 1 << 16), epoch=1)
+    loop = Loop(Channel(), memory, attach=lambda message: None)
+    loop.load(stage(None), lambda spec, out: cast(Engine, Broken()), {}, 0)
+    with pytest.raises(EngineBroken, match="it is over"):
+        loop.turn(block=False)
