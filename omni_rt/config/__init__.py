@@ -2,9 +2,11 @@
 
 from omni_rt.config.load import bundled, load_pipeline, parse_pipeline, presets
 from omni_rt.config.model import (
+    SECTIONS,
     EdgeConfig,
     HiddenConfig,
     PipelineConfig,
+    PlaybackConfig,
     RestartConfig,
     StageConfig,
     StreamConfig,
@@ -13,9 +15,11 @@ from omni_rt.config.model import (
 from omni_rt.config.show import effective, schema
 
 __all__ = [
+    "SECTIONS",
     "EdgeConfig",
     "HiddenConfig",
     "PipelineConfig",
+    "PlaybackConfig",
     "RestartConfig",
     "StageConfig",
     "StreamConfig",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os.path
 
-from omni_rt.config.model import AR_ENGINES, ENGINES, PipelineConfig, StageConfig
+from omni_rt.config.model import AR_ENGINES, SECTIONS, PipelineConfig, StageConfig
 from omni_rt.config.source import Path, Source
 from omni_rt.config.wiring import Ends, find_fault, stage_of
 from omni_rt.errors import nearest
 
 # Engines that report no facts, whatever their options.
-_FACTLESS = ("echo", "diffusers")
+_FACTLESS = ("echo", "diffusers", "torch")
 
 
 def check_pipeline(config: PipelineConfig, source: Source) -> None:
@@ -49,11 +49,11 @@ def check_folders(config: PipelineConfig, source: Source) -> None:
 def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:
     stage = config.stages[name]
     here = ("stages", name)
-    for engine in ENGINES:
+    for engine in SECTIONS:
         if engine != stage.engine and getattr(stage, engine):
             hint = f"its options belong under '{_options_key(stage)}'"
             raise source.error((*here, engine), f"the engine is {stage.engine}", hint)
-    if stage.options and stage.engine in ENGINES:
+    if stage.options and stage.engine in SECTIONS:
         hint = f"its options belong under '{stage.engine}'"
         raise source.error((*here, "options"), f"the engine is {stage.engine}", hint)
     for key in ("hidden", "facts"):
@@ -62,6 +62,12 @@ def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:
             raise source.error((*here, key), what)
     if stage.steps is not None and stage.engine != "diffusers":
         raise source.error((*here, "steps"), f"only diffusers has 'steps', not {stage.engine}")
+    for key in ("module", "dtype"):
+        if getattr(stage, key) and stage.engine != "torch":
+            raise source.error((*here, key), f"only torch has '{key}', not {stage.engine}")
+    if stage.engine == "torch" and stage.module is None:
+        hint = "name its class: package.module:Class"
+        raise source.error((*here, "module"), "the stage has no module", hint)
     if stage.engine in ("vllm", "diffusers") and not (stage.model or config.model):
         what = "the stage has no model, and neither has the pipeline"
         raise source.error((*here, "model"), what)
@@ -70,7 +76,7 @@ def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:
 
 
 def _options_key(stage: StageConfig) -> str:
-    return stage.engine if stage.engine in ENGINES else "options"
+    return stage.engine if stage.engine in SECTIONS else "options"
 
 
 def _check_shared(config: PipelineConfig, name: str, source: Source) -> None:

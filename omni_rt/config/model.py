@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from omni_rt.errors import ConfigError
 
-ENGINES = ("echo", "simulated", "vllm", "diffusers")
+ENGINES = ("echo", "simulated", "vllm", "diffusers", "torch")
+SECTIONS = ("echo", "simulated", "vllm", "diffusers")  # engines with a key of their own name
 AR_ENGINES = ("vllm",)
 
 _NAME = r"[a-z][a-z0-9_]*"
@@ -63,6 +64,7 @@ Size = Annotated[
 Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
 Seconds = Annotated[float, Meta(gt=0, description="a number of seconds above 0")]
+Factor = Annotated[float, Meta(gt=0, description="a number above 0")]
 SecondsOrZero = Annotated[float, Meta(ge=0, description="a number of seconds, 0 or more")]
 
 
@@ -92,12 +94,20 @@ class StreamConfig(_Value, frozen=True):
     first: Count = 1  # chunks to collect before the consumer starts
 
 
+class PlaybackConfig(_Value, frozen=True):
+    """When requests whose sound is played while it comes are refused."""
+
+    rtf: Factor | None = 0.9  # seconds that a second of sound may take; none: no limit
+    unmeasured: Count = 4  # that may be under way before it is known how fast sound is made
+
+
 class StageConfig(_Value, frozen=True, kw_only=True):
     """One stage: an engine on a device."""
 
     engine: Engine
     model: str | None = None  # folder or hub id; default: the pipeline's
     part: str | None = None  # a folder inside the model
+    module: Function | None = None  # torch: the class that is the stage
     device: Device = "auto"
     replicas: Count = 1
     worker: Name | None = None  # stages with the same name share one process
@@ -111,7 +121,8 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     hidden: HiddenConfig | None = None  # AR engines
     facts: dict[Name, str] = {}  # AR engines: fact -> special token that reports it
     restart: RestartConfig = RestartConfig()
-    options: dict[str, Any] = {}  # of an engine given as module:function
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # torch
+    options: dict[str, Any] = {}  # of the torch module, or of an engine given as module:function
     echo: dict[str, Any] = {}
     simulated: dict[str, Any] = {}
     vllm: dict[str, Any] = {}
@@ -138,6 +149,7 @@ class PipelineConfig(_Value, frozen=True, kw_only=True):
     edges: tuple[EdgeConfig, ...] = ()
     outputs: dict[Name, Port]
     deadline_s: Seconds | None = None  # of a request that names none
+    playback: PlaybackConfig = PlaybackConfig()
     shutdown_s: SecondsOrZero = 10.0  # for an orderly end
     heartbeat_s: Seconds = 10.0
     stall_s: Seconds = 120.0  # a worker that answers for so long not at all is replaced

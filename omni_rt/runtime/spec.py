@@ -6,7 +6,7 @@ import functools
 import glob
 from typing import Any
 
-from omni_rt.config import PipelineConfig, StageConfig, parse_bytes
+from omni_rt.config import SECTIONS, PipelineConfig, StageConfig, parse_bytes
 from omni_rt.graph import Graph
 from omni_rt.runtime.supervisor import Worker
 from omni_rt.wire.messages import PROTOCOL_VERSION, StageSpec, WorkerSpec
@@ -80,12 +80,16 @@ def _stage_spec(
 
 
 def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
-    key = "options" if ":" in stage.engine else stage.engine
+    key = stage.engine if stage.engine in SECTIONS else "options"
     options: dict[str, Any] = {key: getattr(stage, key)}
     if stage.hidden is not None:
         options["hidden"] = {"layer": stage.hidden.layer, "rows": stage.hidden.rows}
     if stage.facts:
         options["facts"] = stage.facts
+    if stage.module is not None:
+        options["module"] = stage.module
+    if stage.dtype is not None:
+        options["dtype"] = stage.dtype
     if stage.threads is not None:
         options["threads"] = stage.threads
     if stage.memory is not None:

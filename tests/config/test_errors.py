@@ -26,7 +26,7 @@ A, B, C = "a: {engine: echo}", "b: {engine: echo}", "c: {engine: echo}"
 LM = "a: {engine: vllm, model: some/lm, facts: {image: '<i>'}}"
 NAME = "a name of lower-case letters, digits and _ that begins with a letter"
 PORT = "a port, written as stage.port in lower-case letters, digits and _"
-ENGINES = "(valid: diffusers, echo, simulated, vllm), or one of your own as module:function"
+ENGINES = "(valid: diffusers, echo, simulated, torch, vllm), or one of your own as module:function"
 STAGE_KEYS = ", ".join(sorted(field for field in StageConfig.__struct_fields__))
 
 # What is written, the line, and the message behind "file:line: ".
@@ -116,6 +116,16 @@ WRONG = {
         1,
         "stages: expected a mapping, got a list",
     ),
+    "torch without a module": (
+        pipeline("a: {engine: torch}"),
+        2,
+        "stages.a.module: the stage has no module. name its class: package.module:Class",
+    ),
+    "module of another engine": (
+        pipeline("a: {engine: echo, module: 'x:Y'}"),
+        2,
+        "stages.a.module: only torch has 'module', not echo",
+    ),
     "stage empty": (pipeline("a:"), 2, "stages.a: expected a mapping, got nothing"),
     "edges a mapping": (
         pipeline(A, more="edges: {a: b}"),
@@ -170,7 +180,7 @@ WRONG = {
     "engine a number": (
         pipeline("a: {engine: 3}"),
         2,
-        "stages.a.engine: expected an engine: echo, simulated, vllm, diffusers or "
+        "stages.a.engine: expected an engine: echo, simulated, vllm, diffusers, torch or "
         "module:function, got 3",
     ),
     "device": (

@@ -12,6 +12,7 @@ _MODULES = {
     "simulated": "omni_rt_workers.engines.simulated",
     "vllm": "omni_rt_workers.engines.vllm_ar",
     "diffusers": "omni_rt_workers.engines.diffusers_dit",
+    "torch": "omni_rt_workers.engines.torch_module",
 }
 
 
