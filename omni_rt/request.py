@@ -31,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # None: chosen at random; `Done.seed` says which was used
     priority: int = 0  # higher goes first
     deadline_s: float | None = None  # seconds from submission
+    # Its sound is played while it comes: refused if it, or that of others, could not keep up.
+    playback: bool = False
     label: str = ""  # the caller's own id, for logs; never used to address the request
 
 

@@ -29,6 +29,7 @@ from omni_rt.runtime.arenas import Arenas
 from omni_rt.runtime.effects import Delivery, Effects
 from omni_rt.runtime.flow import Flow, Run, RunState, startable, streams
 from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
+from omni_rt.runtime.pace import Pace
 from omni_rt.runtime.pressure import Pressure
 from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor, Worker
@@ -89,6 +90,7 @@ class Core:
             for name, stage in config.stages.items()
         }
         self.admission = Admission(config, graph, self.stages, self.supervisor)
+        self.pace = Pace(config, self.stages)
         self.arenas = Arenas(self.ledger, self.supervisor)
         self.pressure = Pressure(self.flows, self.ledger, self.supervisor)
         self._order = itertools.count()
@@ -116,6 +118,7 @@ class Core:
         self.supervisor.exited(worker, now)
         for name in worker.stages:
             self.stages[name].lost(identity)
+        self.pace.lost(identity)
         self.pressure.lost(worker.stages)
         self.arenas.free(fx, self.ledger.drop(identity))
         self.arenas.retire(worker)
@@ -162,12 +165,14 @@ class Core:
             raise StageUnavailable("the runtime is closing")
         try:
             plan = self.admission.check(request)
+            self.pace.check(plan, request.playback, now)
         except Overloaded:
             self.counters["overloaded"] += 1
             raise
         self.counters["accepted"] += 1
         flow = Flow(request_id, request, plan, seed, next(self._order), now)
         self.flows[flow.id] = flow
+        self.pace.enter(flow.id, plan, request.playback, now)
         limit = self.admission.deadline_s(request)
         if limit is not None:
             flow.deadline = now + limit
@@ -279,6 +284,7 @@ class Core:
 
     def _on_step(self, fx: Effects, worker: Worker, step: Step, now: float) -> None:
         stalled = bool(self.pressure)
+        self.pace.stepped(step, worker.identity, now)
         for item in step.items:
             flow = self.flows.get(item.request)
             run = flow.current(step.stage, item.attempt) if flow else None
@@ -394,6 +400,7 @@ class Core:
 
     def _submit(self, fx: Effects, flow: Flow, run: Run, identity: str) -> None:
         attempt = flow.start(run, identity)
+        self.pace.submitted(run.stage, flow.id, identity)
         open_ports = streams(run)
         whole = {
             name: port.pieces
@@ -441,6 +448,7 @@ class Core:
     def _end(self, fx: Effects, flow: Flow, error: OmniError | None) -> None:
         """Give back all that the request holds, once, whatever its outcome."""
         del self.flows[flow.id]
+        self.pace.leave(flow.id)
         for run in flow.runs.values():
             if run.state is RunState.RUNNING:
                 fx.to(run.identity).append(Abort(run.stage, flow.id, run.attempt))

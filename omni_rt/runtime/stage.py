@@ -31,7 +31,7 @@ class Stage:
         self.replicas = [Replica(slot) for slot in slots]
         self.ports: Ports | None = None  # known once a replica has loaded
         self.members: set[str] = set()  # live requests that need the stage and are not through it
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._heap: list[tuple[int, int, int, str]] = []
         self._waiting: set[str] = set()
         self._ticket = itertools.count()
@@ -50,7 +50,7 @@ class Stage:
     @property
     def slots(self) -> int:
         """Requests that one replica takes at once."""
-        return self.ports.slots if self.ports else self._max_batch
+        return self.ports.slots if self.ports else self.max_batch
 
     @property
     def full(self) -> bool:

@@ -180,6 +180,7 @@ def _request(served: Served, body: ChatBody, index: int) -> Request:
         params={**params, **extra, **body.params()},
         seed=None if body.seed is None else body.seed + index,
         label=(body.user or "")[:64],
+        playback=bool(body.stream),
     )
 
 

@@ -12,6 +12,7 @@ from omni_rt.config import (
     EdgeConfig,
     HiddenConfig,
     PipelineConfig,
+    PlaybackConfig,
     RestartConfig,
     StageConfig,
     StreamConfig,
@@ -23,6 +24,7 @@ from tests.config.files import ROOT
 PAGE = (ROOT / "docs" / "config.md").read_text()
 PARTS: dict[str, type[msgspec.Struct]] = {
     "The pipeline": PipelineConfig,
+    "Playback": PlaybackConfig,
     "Stages": StageConfig,
     "Hidden states": HiddenConfig,
     "Restart": RestartConfig,
@@ -36,6 +38,7 @@ IN_WORDS = {
     ("Stages", "memory"): "the engine's",
     ("Stages", "threads"): "1 on a CPU",
     ("Stages", "restart"): "its defaults",
+    ("The pipeline", "playback"): "its defaults",
     ("The pipeline", "name"): "the file's name without its suffix",
     ("Edges", "stream"): "`false`",
 }

@@ -152,7 +152,7 @@ class SimWorker:
         self.alive = True
         mine = Arena.attach(arena.id, os.dup(arena.fd), arena.size_bytes, writable=True)
         self.memory = Memory(mine, spec.epoch)
-        self.worker_loop = Loop(self, self.memory, self._attach, world.loop.time)
+        self.worker_loop = Loop(self, self.memory, self._attach, self._time)
         self.send([Hello(PROTOCOL_VERSION, pid)])
         self.send([Loading(spec.stages[0].name, "loading weights", 0.0)])
         self._post()
@@ -217,6 +217,9 @@ class SimWorker:
 
     def _make(self, spec: StageSpec, out: Outbox) -> Engine:
         return SimulatedEngine(spec, out, self._work)
+
+    def _time(self) -> float:
+        return self._world.loop.time() + self._spent_s
 
     def _work(self, seconds: float) -> None:
         self._spent_s += seconds

@@ -1,0 +1,257 @@
+"""Whether speech keeps up with being played, and who may still come without stopping it.
+
+Every value is seconds. The real-time factor of a stage is the time it needs to make one second of
+sound for each of its requests; above 1 the listener hears a gap. Plain and synchronous: `Core`
+tells what came, `check` decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omni_rt.config import PipelineConfig
+from omni_rt.errors import Overloaded
+from omni_rt.graph import Plan
+from omni_rt.runtime.stage import Stage
+from omni_rt.runtime.steptimes import Mean, StepTimes
+from omni_rt.wire.messages import Chunk, Finished, Step, TextPiece
+from omni_rt.wire.tensors import nbytes_of
+
+# What ended requests count for in the steps per second of sound, with each further one that ends.
+_FADE = 0.9
+_BYTES_PER_SAMPLE = 2
+_RETRY_S = 1.0  # what a refused client is told before any request has ended
+
+
+@dataclass(slots=True)
+class Voice:
+    """A live request that gives sound."""
+
+    plays: bool  # its sound is played while it comes
+    since: float
+    steps: dict[str, float]  # by stage on the way of the sound
+    made_s: float = 0.0  # seconds of sound so far
+    chunk_s: float = 0.0  # seconds of the last chunk
+    begun: float | None = None  # when its first chunk came
+    ahead_s: float = 0.0  # how far the sound was ahead of the listener when its last chunk came
+    made: bool = False  # all of the sound is there
+
+
+class Pace:
+    def __init__(self, config: PipelineConfig, stages: Mapping[str, Stage]) -> None:
+        self._limits = config.playback
+        self._workers = {name: stage.worker or name for name, stage in config.stages.items()}
+        self._stages = stages
+        self._voices: dict[str, Voice] = {}
+        self._times: dict[str, StepTimes] = {name: StepTimes() for name in config.stages}
+        self._fresh: dict[tuple[str, str], int] = {}  # requests new to a stage's replica
+        self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}  # by a plan's outputs
+        self._made_s = 0.0  # seconds of sound of requests that have ended, old ones fading
+        self._steps: dict[str, float] = dict.fromkeys(config.stages, 0.0)  # that these took
+        self._chunk = Mean()
+        self._life = Mean()  # of a request with sound, from its submission to its end
+        self._promised = 0.0  # up to this time, refused clients were told of places
+
+    def __repr__(self) -> str:
+        return f"<Pace {len(self._voices)} voices>"
+
+    # ---- what came
+
+    def enter(self, request: str, plan: Plan, plays: bool, now: float) -> None:
+        """A request was accepted."""
+        if path := self._path(plan):
+            self._voices[request] = Voice(plays, now, dict.fromkeys(path, 0.0))
+
+    def submitted(self, stage: str, request: str, identity: str) -> None:
+        """A worker was given a request."""
+        if request in self._voices:
+            key = (stage, identity)
+            self._fresh[key] = self._fresh.get(key, 0) + 1
+
+    def lost(self, identity: str) -> None:
+        """A worker is gone."""
+        self._fresh = {key: count for key, count in self._fresh.items() if key[1] != identity}
+
+    def stepped(self, step: Step, identity: str, now: float) -> None:
+        """A stage told of a step: learn how long it took and how much sound it made."""
+        if not self._voices:
+            return
+        sounds = 0
+        for item in step.items:
+            voice = self._voices.get(item.request)
+            if voice is None:
+                continue
+            if isinstance(item, Chunk) and (seconds := sound_s(item)):
+                sounds += 1
+                self._hear(voice, seconds, now)
+                voice.steps[step.stage] = voice.steps.get(step.stage, 0) + 1
+            elif isinstance(item, Finished) and self._gives_sound(step.stage):
+                voice.made = True
+                self._life.add(now - voice.since)
+        if step.steps and step.batch:
+            self._learn(step, identity, sounds)
+
+    def _learn(self, step: Step, identity: str, sounds: int) -> None:
+        """Of a stage that gives sound, a step counts those that got some; of others, all."""
+        times = self._times[step.stage]
+        running = self._running(step.stage, identity)
+        batch = sounds if self._gives_sound(step.stage) else step.batch
+        if not self._gives_sound(step.stage):
+            for request in running:
+                if (voice := self._voices.get(request)) and step.stage in voice.steps:
+                    voice.steps[step.stage] += step.steps
+        fresh = self._fresh.get((step.stage, identity), 0)
+        if fresh and step.batch >= len(running):  # they were in it
+            del self._fresh[step.stage, identity]
+            usual = times.of(step.batch)
+            if usual is not None:
+                times.first.add(max(0.0, step.step_s - usual * step.steps) / fresh)
+        elif batch and not fresh:
+            times.add(batch, step.step_s / step.steps)
+
+    def _running(self, stage: str, identity: str) -> set[str]:
+        replicas = self._stages[stage].replicas
+        return next((one.running for one in replicas if one.identity == identity), set())
+
+    def _hear(self, voice: Voice, seconds: float, now: float) -> None:
+        if voice.begun is None:
+            voice.begun = now
+        voice.made_s += seconds
+        voice.chunk_s = seconds
+        voice.ahead_s = voice.begun + voice.made_s - now
+        self._chunk.add(seconds)
+
+    def leave(self, request: str) -> None:
+        """A request has ended."""
+        voice = self._voices.pop(request, None)
+        if voice is None:
+            return
+        if voice.made_s:
+            self._made_s = self._made_s * _FADE + voice.made_s
+            for stage in self._steps:
+                self._steps[stage] = self._steps[stage] * _FADE + voice.steps.get(stage, 0.0)
+
+    # ---- who may come
+
+    def check(self, plan: Plan, plays: bool, now: float) -> None:
+        """Raises `Overloaded` if somebody's sound would stop were the request accepted."""
+        limit = self._limits.rtf
+        path = self._path(plan)
+        if limit is None or not path or not self._voices:
+            return
+        if not plays and not any(voice.plays for voice in self._voices.values()):
+            return
+        if why := self._against(path, plays, limit):
+            raise Overloaded(
+                f"{why[1]}: {len(self._voices)} requests with sound are under way",
+                stage=why[0],
+                retry_after_s=self._retry_after_s(now),
+            )
+
+    def _against(self, path: tuple[str, ...], plays: bool, limit: float) -> tuple[str, str] | None:
+        """The stage that speaks against one more request, and why."""
+        if plays:
+            for name in path:
+                stage = self._stages[name]
+                if len(stage.members) >= stage.max_batch * len(stage.replicas):
+                    return name, f"stage {name} has no place free"
+        if not self._made_s and len(self._voices) < self._limits.unmeasured:
+            return None
+        factors = self.factors(path)
+        if not factors:
+            return path[-1], "how fast sound is made is not known yet"
+        slowest = max(factors, key=lambda name: factors[name])
+        if factors[slowest] > limit:
+            factor = factors[slowest]
+            return slowest, f"sound would take {factor:.2f} s for each second of it"
+        if self._interruption_s(path) > self._spare_s(factors[slowest]):
+            return slowest, "somebody who has just begun would hear a gap"
+        return None
+
+    def factors(self, path: tuple[str, ...]) -> dict[str, float]:
+        """The real-time factors with one more request: of each worker, by its last stage."""
+        sums: dict[str, tuple[str, float]] = {}
+        for name in path:
+            stage = self._stages[name]
+            batch = math.ceil((len(stage.members) + 1) / len(stage.replicas))
+            step_s = self._times[name].of(min(batch, stage.max_batch))
+            steps = self._steps_per_second(name)
+            if step_s is not None and steps is not None:
+                _, others = sums.get(self._workers[name], ("", 0.0))
+                sums[self._workers[name]] = (name, others + step_s * steps)
+        return dict(sums.values())
+
+    def _steps_per_second(self, stage: str) -> float | None:
+        """Steps of the stage for each second of sound of one request."""
+        live = [voice for voice in self._voices.values() if voice.made_s]
+        made_s = self._made_s + sum(voice.made_s for voice in live)
+        steps = self._steps[stage] + sum(voice.steps.get(stage, 0.0) for voice in live)
+        return steps / made_s if made_s and steps else None
+
+    def _interruption_s(self, path: tuple[str, ...]) -> float:
+        """How long the first steps of those who are on their way, and of one more, take."""
+        ahead = [
+            name
+            for voice in self._voices.values()
+            for name, steps in voice.steps.items()
+            if voice.begun is None and not steps
+        ]
+        return sum(self._times[name].first.value for name in (*ahead, *path))
+
+    def _spare_s(self, factor: float) -> float:
+        """How long everything may stop before somebody hears it."""
+        spare = [
+            voice.ahead_s - factor * voice.chunk_s
+            for voice in self._voices.values()
+            if voice.plays and voice.begun is not None and not voice.made
+        ]
+        if any(
+            v.plays and v.begun is None and any(v.steps.values()) for v in self._voices.values()
+        ):
+            spare.append(self._chunk.value * (1 - factor))  # it is about to begin
+        return min((one for one in spare if one >= 0), default=math.inf)
+
+    def _retry_after_s(self, now: float) -> float:
+        """Until a place that nobody was told of before is free, at the rate at which they become
+        free; at most until all who are there now have left."""
+        life_s = self._life.value or _RETRY_S
+        self._promised = max(self._promised, now) + life_s / len(self._voices)
+        self._promised = min(self._promised, now + life_s)
+        return round(max(self._promised - now, _RETRY_S / 10), 1)
+
+    # ---- which stages
+
+    def _path(self, plan: Plan) -> tuple[str, ...]:
+        """The stages that make the plan's sound while it is played, in order; () if it has none."""
+        key = tuple(sorted(plan.outputs))
+        if key not in self._paths:
+            self._paths[key] = self._make_path(plan)
+        return self._paths[key]
+
+    def _make_path(self, plan: Plan) -> tuple[str, ...]:
+        path = {stage for stage, port in plan.outputs.values() if self._is_sound(stage, port)}
+        for stage in reversed(plan.stages):
+            if stage in path:
+                path |= {e.source for e in plan.edges if e.target == stage and e.stream}
+        return tuple(stage for stage in plan.stages if stage in path)
+
+    def _gives_sound(self, stage: str) -> bool:
+        ports = self._stages[stage].ports
+        return ports is not None and any(port.kind == "audio" for port in ports.outputs)
+
+    def _is_sound(self, stage: str, port: str) -> bool:
+        ports = self._stages[stage].ports
+        return ports is not None and any(
+            spec.name == port and spec.kind == "audio" for spec in ports.outputs
+        )
+
+
+def sound_s(chunk: Chunk) -> float:
+    """Seconds of sound in a chunk of 16-bit samples of one channel; 0 if it is none."""
+    rate = (chunk.meta or {}).get("sample_rate")
+    if not rate or isinstance(chunk.data, TextPiece):
+        return 0.0
+    samples = nbytes_of(chunk.data.dtype, chunk.data.shape) / _BYTES_PER_SAMPLE
+    return samples / float(rate)
