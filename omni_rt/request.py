@@ -94,6 +94,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     usage: dict[str, int]  # prompt_tokens, completion_tokens, images, ...
     seed: int
     stage_s: dict[str, float]  # seconds from submission to the end of each stage
+    first_output_s: dict[str, float] = {}  # and to the first thing that came out of it
 
 
 Output = Text | Image | Audio | Data | Progress | Done

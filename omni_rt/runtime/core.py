@@ -296,7 +296,7 @@ class Core:
             try:
                 match item:
                     case Chunk():
-                        self._on_chunk(fx, flow, run, item)
+                        self._on_chunk(fx, flow, run, item, now)
                     case Finished():
                         self._on_finished(fx, worker, flow, run, item, now)
                     case StepProgress():
@@ -313,7 +313,7 @@ class Core:
         if isinstance(item, Chunk) and (ref := leased(item.data)):
             self.arenas.free(fx, [key_of(ref)])
 
-    def _on_chunk(self, fx: Effects, flow: Flow, run: Run, chunk: Chunk) -> None:
+    def _on_chunk(self, fx: Effects, flow: Flow, run: Run, chunk: Chunk, now: float) -> None:
         edges = run.targets.get(chunk.port, ())
         names = run.outputs.get(chunk.port, ())
         ref = None if isinstance(chunk.data, TextPiece) else leased(chunk.data)
@@ -322,6 +322,8 @@ class Core:
             if not self.ledger.book(key_of(ref), holders):
                 self.arenas.free(fx, [key_of(ref)])
         flow.check_order(run, chunk)
+        if chunk.seq == 0:
+            flow.first_output_s.setdefault(run.stage, now - flow.submitted_at)
         for name in names:
             run.reached = True
             fx.deliver.append(Delivery(flow.id, name, chunk))
@@ -460,7 +462,8 @@ class Core:
         if error is not None and not isinstance(error, Cancelled | DeadlineExceeded):
             self.counters["failed"] += 1
         reason = "length" if flow.reason == "length" else "stop"
-        done = Done(reason, flow.usage(), flow.seed, flow.stage_s)  # type: ignore[arg-type]
+        times = (flow.stage_s, flow.first_output_s)
+        done = Done(reason, flow.usage(), flow.seed, *times)  # type: ignore[arg-type]
         fx.deliver.append(Delivery(flow.id, "", error or done))
 
     # ---- deaths

@@ -112,7 +112,8 @@ class Flow:
         self.deadline: float | None = None
         self.attempts = 0  # submits so far, over all stages
         self.deaths = 0  # workers that died while they worked on it
-        self.stage_s: dict[str, float] = {}
+        self.stage_s: dict[str, float] = {}  # from submission to the end of each stage
+        self.first_output_s: dict[str, float] = {}  # and to its first output
         self.reason = "stop"
         shown: dict[str, dict[str, list[str]]] = {}
         for name, (stage, port) in plan.outputs.items():

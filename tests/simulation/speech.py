@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from omni_rt.config import parse_pipeline
 from omni_rt.errors import Overloaded
-from omni_rt.request import Audio, Request
+from omni_rt.request import Audio, Done, Request
 from omni_rt.runtime.omni import AsyncOmni
 from tests.simulation.virtual import VirtualLoop
 from tests.simulation.workers import Fate, World
@@ -28,18 +29,20 @@ edges:
   - {from: talker.codes, to: vocoder.codes, stream: true}
 outputs: {text: thinker.text, audio: vocoder.audio}
 """
+TOKENS = 40  # of a reply, on average; each is a chunk of sound
 CARRIED = 14  # requests at once that the talker can carry
 
 
 @dataclass
 class Listener:
     asked: float
+    tokens: int
     tries: int = 0
     accepted: float | None = None
     waits: list[float] = field(default_factory=list)  # what each refusal said
     arrivals: list[float] = field(default_factory=list)
     samples: int = 0
-    ended: bool = False
+    done: Done | None = None
 
     @property
     def gaps(self) -> list[float]:
@@ -66,63 +69,60 @@ def run(
     retries: bool = False,
     burst: int = 0,
     warm: bool = True,
+    pipeline: str = PIPELINE,
 ) -> list[Listener]:
     """Listeners that come at random times, `load` times as many as the talker can carry; or `burst`
-    of them at once."""
+    of them at once, on a server that has served some or none (`warm`)."""
     loop = VirtualLoop()
-    listeners: list[Listener] = []
+    crowd = _Crowd(loop, random.Random(seed), load, seconds, retries, burst, warm)
     try:
-        loop.run_until_complete(
-            _run(loop, random.Random(seed), listeners, rtf, load, seconds, retries, burst, warm)
-        )
+        loop.run_until_complete(crowd.run(pipeline % {"rtf": rtf}))
     finally:
         loop.close()
-    return listeners
+    return crowd.listeners
 
 
-async def _run(
-    loop: VirtualLoop,
-    rng: random.Random,
-    listeners: list[Listener],
-    rtf: str,
-    load: float,
-    seconds: float,
-    retries: bool,
-    burst: int,
-    warm: bool,
-) -> None:
-    world = World(loop, Fate(rng, latency_s=0.0005))
-    config = parse_pipeline(PIPELINE % {"rtf": rtf}, "speech.yaml")
-    omni = AsyncOmni(config, channel=world, launcher=world)
-    await omni.start()
-    await omni.ready()
-    mean_tokens = 40
-    reply_s = mean_tokens * CHUNK_S
-    async with asyncio.TaskGroup() as group:
+@dataclass
+class _Crowd:
+    loop: VirtualLoop
+    rng: random.Random
+    load: float
+    seconds: float
+    retries: bool
+    burst: int
+    warm: bool
+    listeners: list[Listener] = field(default_factory=list)
 
-        def come() -> None:
-            listeners.append(Listener(loop.time()))
-            tokens = rng.randint(10, 2 * mean_tokens - 10)
-            group.create_task(_listen(omni, listeners[-1], tokens, retries))
+    async def run(self, pipeline: str) -> None:
+        world = World(self.loop, Fate(self.rng, latency_s=0.0005))
+        omni = AsyncOmni(parse_pipeline(pipeline, "speech.yaml"), channel=world, launcher=world)
+        await omni.start()
+        await omni.ready()
+        async with asyncio.TaskGroup() as group:
+            async for _ in self._arrivals():
+                tokens = self.rng.randint(TOKENS // 4, TOKENS * 7 // 4)
+                self.listeners.append(Listener(self.loop.time(), tokens))
+                group.create_task(_listen(omni, self.listeners[-1], self.retries))
+        assert not omni.status().live
+        await omni.close(0)
 
-        if burst:
-            for _ in range(4 if warm else 0):  # so that something has been measured
-                come()
-                await asyncio.sleep(20)
-            for _ in range(burst):
-                come()
-        else:
-            end = loop.time() + seconds
-            while loop.time() < end:
-                come()
-                await asyncio.sleep(rng.expovariate(load * CARRIED / reply_s))
-    assert not omni._core.flows
-    await omni.close(0)
+    async def _arrivals(self) -> AsyncIterator[None]:
+        if self.burst:
+            for _ in range(4 if self.warm else 0):
+                yield
+                await asyncio.sleep(30)
+            for _ in range(self.burst):
+                yield
+            return
+        end = self.loop.time() + self.seconds
+        while self.loop.time() < end:
+            yield
+            await asyncio.sleep(self.rng.expovariate(self.load * CARRIED / (TOKENS * CHUNK_S)))
 
 
-async def _listen(omni: AsyncOmni, listener: Listener, tokens: int, retries: bool) -> None:
+async def _listen(omni: AsyncOmni, listener: Listener, retries: bool) -> None:
     loop = asyncio.get_running_loop()
-    request = Request(prompt="say", playback=True, params={"steps": tokens})
+    request = Request(prompt="say", playback=True, params={"steps": listener.tokens})
     while listener.accepted is None:
         listener.tries += 1
         try:
@@ -139,5 +139,5 @@ async def _listen(omni: AsyncOmni, listener: Listener, tokens: int, retries: boo
             if isinstance(output, Audio):
                 listener.arrivals.append(loop.time())
                 listener.samples += len(output.data) // 2
-    listener.ended = True
-    assert listener.samples == tokens * SAMPLES
+            elif isinstance(output, Done):
+                listener.done = output

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tests.simulation.speech import CARRIED, RATE, Listener, run
+from tests.simulation.speech import CARRIED, PIPELINE, RATE, SAMPLES, Listener, run
 
 
 def _served(listeners: list[Listener]) -> list[Listener]:
@@ -20,7 +20,7 @@ def test_who_is_served_never_hears_a_gap_and_the_others_are_told_when_to_come(
 ) -> None:
     listeners = run(seed, load=load)
     served = _served(listeners)
-    assert all(one.ended for one in served)
+    assert all(one.done and one.samples == one.tokens * SAMPLES for one in served)
     assert not [gap for one in served for gap in one.gaps]
     refused = [one for one in listeners if one.accepted is None]
     assert all(0.1 <= wait <= 30 for one in refused for wait in one.waits)
@@ -47,7 +47,7 @@ def test_without_the_limit_everybody_hears_gaps() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_who_comes_again_when_told_is_served(seed: int) -> None:
     listeners = run(seed, retries=True)
-    assert all(one.ended for one in listeners)
+    assert all(one.done for one in listeners)
     assert not [gap for one in listeners for gap in one.gaps]
     assert max(one.tries for one in listeners) < 60
     firsts = [one.first_s for one in listeners]
@@ -58,3 +58,21 @@ def test_a_burst_on_a_server_that_has_measured_nothing_is_let_in_slowly() -> Non
     served = _served(run(0, burst=48, warm=False))
     assert 1 < len(served) <= 4
     assert not [gap for one in served for gap in one.gaps]
+
+
+def test_the_later_stages_have_worked_before_the_thinker_has_ended() -> None:
+    done = run(0, burst=1, warm=False)[0].done
+    assert done is not None
+    assert done.first_output_s["talker"] < done.stage_s["thinker"] / 2
+    assert done.first_output_s["vocoder"] < done.stage_s["thinker"] / 2
+    assert list(done.first_output_s) == ["thinker", "talker", "vocoder"]
+
+
+def test_without_streamed_edges_each_stage_waits_for_the_one_before() -> None:
+    pipeline = PIPELINE.replace("stream: true", "stream: false")
+    for stage, steps in (("inputs: [hidden]", 160), ("inputs: [codes]", 40)):
+        pipeline = pipeline.replace(stage, f"steps: {steps}, {stage}")
+    done = run(0, burst=1, warm=False, pipeline=pipeline)[0].done
+    assert done is not None
+    assert done.first_output_s["talker"] > done.stage_s["thinker"]
+    assert done.first_output_s["vocoder"] > done.stage_s["talker"]
