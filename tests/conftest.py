@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=2000,
         help="how many simulated schedules to run (default: 2000)",
     )
+    parser.addoption("--long", action="store_true", help="also the tests that take minutes")
 
 
 def pytest_report_header() -> list[str]:
@@ -52,7 +53,11 @@ def _cuda_devices() -> list[Path]:
     return sorted(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = pytest.mark.skip(reason="takes minutes: pytest --long")
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("long"):
+            item.add_marker(long)
     if _cuda_devices():
         return
     skip = pytest.mark.skip(reason="no CUDA device on this machine")

@@ -125,17 +125,3 @@ def test_rows_are_kept_only_for_requests_that_asked(served: tuple[Case, Loaded])
     assert one.leftovers["requests with rows"] == 1
     one.run()
     assert one.leftovers == {}
-
-
-def test_kept_rows_outlive_the_buffer_they_came_in() -> None:
-    from omni_rt_workers.engines.vllm_ar import worker
-
-    buffer = torch.arange(12.0).view(6, 2)
-    watched = worker.Watched(next=3, end=7)
-    worker._keep(watched, 0, buffer)  # positions 0 to 5
-    worker._keep(watched, 5, buffer)  # 5 again, after a preemption, and on to 10
-    buffer.zero_()
-    rows = torch.cat(watched.parts)
-    assert rows[:, 0].tolist() == [6, 8, 10, 2]
-    with pytest.raises(RuntimeError, match="positions 3 to 4 are missing"):
-        worker._keep(worker.Watched(next=3, end=7), 5, buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_rt_workers.engines.vllm_ar.rows import Ref
 from omni_rt_workers.engines.vllm_ar.scheduler import OmniARScheduler
 from omni_rt_workers.engines.vllm_ar.worker import OmniCPUWorker
 
@@ -90,3 +91,29 @@ class FailingScheduler(OmniARScheduler):
     def _fail(self, here: str, request: Any) -> None:
         if self.where == here and self.poison in request.prompt_token_ids:
             raise RuntimeError(f"poisoned {here}")
+
+
+class PoisonedWorker(FailingWorker):
+    """As `FailingWorker`, told by its stage: `additional_config` has places by token."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.get_model().register_forward_pre_hook(self._look, with_kwargs=True)
+        places = self.vllm_config.additional_config["poison"]
+        self.places = {int(token): where for token, where in places.items()}
+
+    def take_rows(self, *args: Any) -> Any:
+        taken = super().take_rows(*args)
+        assert all(isinstance(part, Ref) for parts in taken for part in parts)
+        return taken
+
+    def _look(self, module: Any, args: Any, kwargs: Any) -> None:
+        for token in kwargs["input_ids"].tolist():
+            if self.places.get(token) == "in the forward":
+                raise RuntimeError("poisoned in the forward")
+
+    def _fail(self, here: str) -> None:
+        for token in {token for prompt in self._in_step for token in prompt}:
+            where = self.places.get(token)
+            if where == here or (where == f"{here}, on rank 1 alone" and self.rank == 1):
+                raise RuntimeError(f"poisoned {here}")

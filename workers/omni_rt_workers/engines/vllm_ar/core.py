@@ -6,8 +6,9 @@ worker's rows, and how a step that failed is taken up again.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,15 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from omni_rt.errors import BadRequest, ConfigError
-from omni_rt_workers.engines.vllm_ar import arguments, failure, rest
+from omni_rt.wire.tensors import nbytes_of
+from omni_rt_workers.engines.vllm_ar import arguments, failure, ranks, rest, rows
 
 if TYPE_CHECKING:
     import torch
 
     from omni_rt.wire.messages import StageSpec
+
+log = logging.getLogger(__name__)
 
 
 class Core:
@@ -35,7 +39,7 @@ class Core:
             config = arguments.engine_args(spec, hidden).create_engine_config()
             arguments.set_scheduler(config)
             alone = config.parallel_config.world_size == 1
-            with rest.drowsy_threads() if alone else contextlib.nullcontext():
+            with rest.drowsy_threads() if alone else ranks.meeting():
                 self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except BaseException as error:
             cleanup_dist_env_and_memory()
@@ -55,6 +59,24 @@ class Core:
         self.tokenizer: Any = self._llm.get_tokenizer()
         self._scheduler: Any = self._llm.engine_core.engine_core.scheduler
         self._all_blocks = self._free_blocks
+        self._rows = None if alone else self._share_rows(spec.name)
+
+    def _share_rows(self, stage: str) -> rows.SharedRows:
+        """Hidden states of ranks in processes of their own come through memory shared with them."""
+        width_bytes = self.width * nbytes_of(self.dtype, (1,))
+        shared = rows.SharedRows(self.slots * self.context * width_bytes)
+        arena = shared.arena
+        refused = self._llm.collective_rpc(
+            "share_rows", args=(os.getpid(), arena.fd, arena.size_bytes)
+        )
+        if any(refused):
+            log.warning(
+                "stage %s: hidden states come through a pipe, and slower, as vLLM's processes "
+                "cannot open the worker's memory: %s",
+                stage,
+                refused[0],
+            )
+        return shared
 
     # ---- requests
 
@@ -75,11 +97,16 @@ class Core:
 
     def take_rows(self, ids: list[str]) -> list[list[torch.Tensor]]:
         """Of each request what was kept since they were taken last, each [tokens, width]."""
-        taken: list[list[torch.Tensor]] = self._llm.collective_rpc("take_rows", args=(ids,))[0]
-        return taken
+        taken = self._llm.collective_rpc("take_rows", args=(ids, *self._through()))[0]
+        if self._rows is None:
+            return taken
+        return [[self._rows.open(part) for part in parts] for parts in taken]
 
     def forget_rows(self, ids: list[str]) -> None:
-        self._llm.collective_rpc("forget_rows", args=(ids,))
+        self._llm.collective_rpc("forget_rows", args=(ids, *self._through()))
+
+    def _through(self) -> list[list[rows.Block]]:
+        return [] if self._rows is None else [self._rows.through()]
 
     # ---- steps
 
@@ -152,4 +179,6 @@ class Core:
     def close(self) -> None:
         self._llm.engine_core.shutdown()
         del self._llm, self._scheduler, self.tokenizer
+        if self._rows is not None:
+            self._rows.close()
         gc.collect()  # vLLM's objects hold each other; a later engine must not find them

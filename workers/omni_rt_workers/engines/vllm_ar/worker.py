@@ -6,7 +6,6 @@ sliced by request and those that somebody asked for are kept until the engine ta
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from omni_rt.errors import ConfigError
+from omni_rt.errors import ConfigError, OmniError
+from omni_rt_workers.engines.vllm_ar import ranks
 from omni_rt_workers.engines.vllm_ar.draws import Draws
+from omni_rt_workers.engines.vllm_ar.rows import Block, Keeper, Part, Ref
 
 TO_THE_END = sys.maxsize
 
@@ -30,7 +31,7 @@ class Watched:
 
     next: int
     end: int
-    parts: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden size]
+    parts: list[Part] = field(default_factory=list)
 
 
 class OmniARModelRunner:
@@ -44,19 +45,21 @@ class OmniARModelRunner:
     model_config: Any
     model_runner: Any
     device: torch.device
+    distributed_init_method: str
     is_driver_worker: bool
     get_model: Any
 
-    def __init__(self, *args: Any, distributed_init_method: str, **kwargs: Any) -> None:
-        # With one rank, vLLM meets itself through a file that a killed process would leave behind.
-        if distributed_init_method.startswith("file://"):
-            meeting = os.memfd_create("vllm_dist", os.MFD_CLOEXEC)
-            distributed_init_method = f"file:///proc/self/fd/{meeting}"
-        super().__init__(*args, distributed_init_method=distributed_init_method, **kwargs)  # type: ignore[call-arg]
+    def __init__(
+        self, vllm_config: Any, *args: Any, distributed_init_method: str, **kwargs: Any
+    ) -> None:
+        ranks.die_with_parent()
+        place = ranks.meeting_place(distributed_init_method, vllm_config.parallel_config.world_size)
+        super().__init__(vllm_config, *args, distributed_init_method=place, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._watched: dict[str, Watched] = {}
+        self._keeper = Keeper()
         self._draws = Draws()
         self._kv_cache_bytes = 0
         layers: int = self.model_config.hf_text_config.num_hidden_layers
@@ -87,6 +90,7 @@ class OmniARModelRunner:
         self.model_runner.use_aux_hidden_state_outputs = True
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        ranks.forget_names(self.distributed_init_method)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._kv_cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
 
@@ -113,7 +117,8 @@ class OmniARModelRunner:
         for request in batch.req_ids[: batch.num_reqs]:
             count = scheduler_output.num_scheduled_tokens[request]
             if request in self._watched:
-                _keep(self._watched[request], starts[request], rows[at : at + count])
+                kept = self._watched[request]
+                _keep(kept, starts[request], rows[at : at + count], self._keeper)
             at += count
 
     # ---- called by the engine
@@ -122,20 +127,37 @@ class OmniARModelRunner:
         """Keep the rows of positions `first` to `end` - 1 of a request from now on."""
         self._watched[request] = Watched(first, end)
 
-    def take_rows(self, requests: list[str]) -> list[list[torch.Tensor]]:
-        """The rows kept of each request since they were taken last; empty on other ranks."""
+    def share_rows(self, process: int, fd: int, size_bytes: int) -> str | None:
+        """Hand rows over in the arena that `process` has under `fd`. Why not, if that fails."""
+        try:
+            if self.is_driver_worker:
+                self._keeper.share(process, fd, size_bytes)
+        except (OSError, OmniError) as error:
+            return str(error)
+        return None
+
+    def take_rows(
+        self, requests: list[str], through: Collection[Block] = ()
+    ) -> list[list[torch.Tensor | Ref]]:
+        """The rows kept of each request since they were taken last; empty on other ranks.
+
+        `through` are blocks taken before that may be used again.
+        """
         if not self.is_driver_worker:
             return []
+        self._keeper.free(through)
         taken = []
         for request in requests:
             watched = self._watched[request]
-            taken.append(watched.parts)
+            taken.append([self._keeper.give(part) for part in watched.parts])
             watched.parts = []
         return taken
 
-    def forget_rows(self, requests: list[str]) -> None:
-        for request in requests:
-            self._watched.pop(request, None)
+    def forget_rows(self, requests: list[str], through: Collection[Block] = ()) -> None:
+        gone = [self._watched.pop(request, None) for request in requests]
+        parts = [part for watched in gone if watched is not None for part in watched.parts]
+        self._keeper.free(through)
+        self._keeper.free([part.block for part in parts if part.block is not None])
 
     def settle(self, held: dict[str, tuple[int, int]]) -> tuple[list[str], str | None]:
         """Drop what a failed step left half done.
@@ -149,7 +171,7 @@ class OmniARModelRunner:
             self._draws.take_back(self.model_runner, held)
             for request, watched in self._watched.items():
                 if request in held:
-                    _cut(watched, held[request][0])
+                    _cut(watched, held[request][0], self._keeper)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # raises if the device is lost
             return list(_known(self.model_runner)), None
@@ -199,24 +221,23 @@ def _starts(scheduler_output: Any) -> dict[str, int]:
     return starts
 
 
-def _keep(watched: Watched, start: int, rows: torch.Tensor) -> None:
+def _keep(watched: Watched, start: int, rows: torch.Tensor, keeper: Keeper) -> None:
     """Keep what is wanted of `rows`, which begin at position `start`."""
     if watched.next < min(start, watched.end):
         raise RuntimeError(f"hidden states of positions {watched.next} to {start - 1} are missing")
     end = min(start + len(rows), watched.end)
     if watched.next < end:
-        # A copy: the next step writes into the same memory.
-        watched.parts.append(rows[watched.next - start : end - start].clone())
+        watched.parts.append(keeper.copy(rows[watched.next - start : end - start]))
         watched.next = end
 
 
-def _cut(watched: Watched, end: int) -> None:
+def _cut(watched: Watched, end: int, keeper: Keeper) -> None:
     """Drop the rows of positions from `end` on: their tokens turned out not to be."""
-    surplus = watched.next - end
-    while surplus > 0 and watched.parts:
-        part = watched.parts.pop()
-        if len(part) > surplus:
-            watched.parts.append(part[:-surplus])
-        cut = min(len(part), surplus)
-        watched.next -= cut
-        surplus -= cut
+    while watched.parts and watched.next > end:
+        rows, block = watched.parts.pop()
+        first = watched.next - len(rows)
+        if first < end:
+            watched.parts.append(Part(rows[: end - first], block))
+        elif block is not None:
+            keeper.free([block])
+        watched.next = max(first, end)
