@@ -163,6 +163,7 @@ class Core:
         return {
             "blocks in use": self._all_blocks - self._free_blocks,
             "requests in the scheduler": len(self._scheduler.requests),
+            "requests in the detokenizer": len(self._llm.output_processor.request_states),
             "requests in the worker": known,
             "requests with rows": watched,
         }

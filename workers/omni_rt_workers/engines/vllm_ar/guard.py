@@ -104,6 +104,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "self.model_executor",
     ),
     "vllm.v1.engine.core_client:InprocClient": ("self.engine_core",),
+    "vllm.v1.engine.output_processor:OutputProcessor": ("self.request_states",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "self.execute_model_state",
         "self.use_aux_hidden_state_outputs",
