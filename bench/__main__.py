@@ -10,7 +10,7 @@ import sys
 
 from bench.common import ROOT
 
-NAMES = ("handoff", "pipelining", "overhead", "idle")
+NAMES = ("handoff", "pipelining", "overhead", "ttfa", "idle")
 
 
 def main() -> int:

@@ -118,7 +118,6 @@ class Core:
         self.supervisor.exited(worker, now)
         for name in worker.stages:
             self.stages[name].lost(identity)
-        self.pace.lost(identity)
         self.pressure.lost(worker.stages)
         self.arenas.free(fx, self.ledger.drop(identity))
         self.arenas.retire(worker)
@@ -402,7 +401,6 @@ class Core:
 
     def _submit(self, fx: Effects, flow: Flow, run: Run, identity: str) -> None:
         attempt = flow.start(run, identity)
-        self.pace.submitted(run.stage, flow.id, identity)
         open_ports = streams(run)
         whole = {
             name: port.pieces

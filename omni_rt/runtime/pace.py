@@ -46,7 +46,6 @@ class Pace:
         self._stages = stages
         self._voices: dict[str, Voice] = {}
         self._times: dict[str, StepTimes] = {name: StepTimes() for name in config.stages}
-        self._fresh: dict[tuple[str, str], int] = {}  # requests new to a stage's replica
         self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}  # by a plan's outputs
         self._made_s = 0.0  # seconds of sound of requests that have ended, old ones fading
         self._steps: dict[str, float] = dict.fromkeys(config.stages, 0.0)  # that these took
@@ -63,16 +62,6 @@ class Pace:
         """A request was accepted."""
         if path := self._path(plan):
             self._voices[request] = Voice(plays, now, dict.fromkeys(path, 0.0))
-
-    def submitted(self, stage: str, request: str, identity: str) -> None:
-        """A worker was given a request."""
-        if request in self._voices:
-            key = (stage, identity)
-            self._fresh[key] = self._fresh.get(key, 0) + 1
-
-    def lost(self, identity: str) -> None:
-        """A worker is gone."""
-        self._fresh = {key: count for key, count in self._fresh.items() if key[1] != identity}
 
     def stepped(self, step: Step, identity: str, now: float) -> None:
         """A stage told of a step: learn how long it took and how much sound it made."""
@@ -96,19 +85,15 @@ class Pace:
     def _learn(self, step: Step, identity: str, sounds: int) -> None:
         """Of a stage that gives sound, a step counts those that got some; of others, all."""
         times = self._times[step.stage]
-        running = self._running(step.stage, identity)
         batch = sounds if self._gives_sound(step.stage) else step.batch
         if not self._gives_sound(step.stage):
-            for request in running:
+            for request in self._running(step.stage, identity):
                 if (voice := self._voices.get(request)) and step.stage in voice.steps:
                     voice.steps[step.stage] += step.steps
-        fresh = self._fresh.get((step.stage, identity), 0)
-        if fresh and step.batch >= len(running):  # they were in it
-            del self._fresh[step.stage, identity]
-            usual = times.of(step.batch)
-            if usual is not None:
-                times.first.add(max(0.0, step.step_s - usual * step.steps) / fresh)
-        elif batch and not fresh:
+        usual = times.of(batch) if batch else None
+        if step.new and usual is not None:
+            times.first.add(max(0.0, step.step_s - usual * step.steps) / step.new)
+        elif batch and not step.new:
             times.add(batch, step.step_s / step.steps)
 
     def _running(self, stage: str, identity: str) -> set[str]:
@@ -126,9 +111,7 @@ class Pace:
     def leave(self, request: str) -> None:
         """A request has ended."""
         voice = self._voices.pop(request, None)
-        if voice is None:
-            return
-        if voice.made_s:
+        if voice is not None and voice.made:
             self._made_s = self._made_s * _FADE + voice.made_s
             for stage in self._steps:
                 self._steps[stage] = self._steps[stage] * _FADE + voice.steps.get(stage, 0.0)
@@ -184,10 +167,13 @@ class Pace:
         return dict(sums.values())
 
     def _steps_per_second(self, stage: str) -> float | None:
-        """Steps of the stage for each second of sound of one request."""
+        """Steps of the stage for each second of sound of one request: of those that have ended
+        by themselves, for a stage is ahead of the sound until then. If there are none, of all."""
+        if self._made_s:
+            return self._steps[stage] / self._made_s
         live = [voice for voice in self._voices.values() if voice.made_s]
-        made_s = self._made_s + sum(voice.made_s for voice in live)
-        steps = self._steps[stage] + sum(voice.steps.get(stage, 0.0) for voice in live)
+        made_s = sum(voice.made_s for voice in live)
+        steps = sum(voice.steps.get(stage, 0.0) for voice in live)
         return steps / made_s if made_s and steps else None
 
     def _interruption_s(self, path: tuple[str, ...]) -> float:
@@ -216,7 +202,9 @@ class Pace:
     def _retry_after_s(self, now: float) -> float:
         """Until a place that nobody was told of before is free, at the rate at which they become
         free; at most until all who are there now have left."""
-        life_s = self._life.value or _RETRY_S
+        if not self._life.count:
+            return _RETRY_S
+        life_s = self._life.value
         self._promised = max(self._promised, now) + life_s / len(self._voices)
         self._promised = min(self._promised, now + life_s)
         return round(max(self._promised - now, _RETRY_S / 10), 1)

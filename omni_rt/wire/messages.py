@@ -218,6 +218,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     step_s: float  # seconds inside Engine.step
     batch: int  # requests the engine held during the step
     steps: int = 1  # that this tells of; 0: what comes out between two steps
+    new: int = 0  # requests that were in none of the steps told of before
 
 
 class Released(msgspec.Struct, frozen=True, tag="released", array_like=True):

@@ -27,6 +27,7 @@ from omni_rt.wire.messages import (
     Released,
     StageSpec,
     Step,
+    StepItem,
     Stop,
     Submit,
     ToMain,
@@ -52,6 +53,7 @@ class HostedStage:
     step_s: float = 0.0  # of the steps that have not been told of: those without output are silent
     steps: int = 0
     batch: int = 0
+    new: int = 0  # requests that were added since then
 
 
 class Loop:
@@ -166,6 +168,7 @@ class Loop:
         if old is not None:  # a retry overtook the abort of its first attempt
             self._drop(stage, old)
         stage.tasks[message.request] = task
+        stage.new += 1
         try:
             stage.engine.add(task)
         except Exception as error:
@@ -266,8 +269,7 @@ class Loop:
         out: list[ToMain] = []
         for stage in self._stages.values():
             if items := stage.outbox.take_items():
-                out.append(Step(stage.spec.name, items, stage.step_s, stage.batch, stage.steps))
-                stage.step_s, stage.batch, stage.steps = 0.0, 0, 0
+                out.append(_told(stage, items))
             if stalls := stage.outbox.take_stalls():
                 self.counters["stalls"] += len(stalls)
                 out += stalls
@@ -288,6 +290,15 @@ class Loop:
             "arena_bytes_in_use": self._memory.writer.in_use_bytes,
             "pool_bytes_in_use": self._memory.pool.in_use_bytes if self._memory.pool else 0,
         }
+
+
+def _told(stage: HostedStage, items: list[StepItem]) -> Step:
+    """What came out, with the steps that have not been told of."""
+    new = stage.new if stage.steps else 0
+    step = Step(stage.spec.name, items, stage.step_s, stage.batch, stage.steps, new)
+    stage.step_s, stage.batch, stage.steps = 0.0, 0, 0
+    stage.new -= new
+    return step
 
 
 def crashed(stage: str, error: BaseException) -> Sequence[ToMain]:
