@@ -23,6 +23,7 @@ from omni_rt.wire.tensors import nbytes_of
 _FADE = 0.9
 _BYTES_PER_SAMPLE = 2
 _RETRY_S = 1.0  # what a refused client is told before any request has ended
+_SOON_S = 0.1  # the least that it is told
 
 
 @dataclass(slots=True)
@@ -126,32 +127,38 @@ class Pace:
             return
         if not plays and not any(voice.plays for voice in self._voices.values()):
             return
-        if why := self._against(path, plays, limit):
+        stage, why, wait_s = self._against(path, plays, limit)
+        if stage:
             raise Overloaded(
-                f"{why[1]}: {len(self._voices)} requests with sound are under way",
-                stage=why[0],
-                retry_after_s=self._retry_after_s(now),
+                f"{why}: {len(self._voices)} requests with sound are under way",
+                stage=stage,
+                retry_after_s=self._retry_after_s(wait_s, now),
             )
 
-    def _against(self, path: tuple[str, ...], plays: bool, limit: float) -> tuple[str, str] | None:
-        """The stage that speaks against one more request, and why."""
+    def _against(
+        self, path: tuple[str, ...], plays: bool, limit: float
+    ) -> tuple[str, str, float | None]:
+        """The stage that speaks against one more request, why, and for how long if not until
+        somebody leaves; "" if none does."""
         if plays:
             for name in path:
                 stage = self._stages[name]
                 if len(stage.members) >= stage.max_batch * len(stage.replicas):
-                    return name, f"stage {name} has no place free"
+                    return name, f"stage {name} has no place free", None
         if not self._made_s and len(self._voices) < self._limits.unmeasured:
-            return None
+            return "", "", None
         factors = self.factors(path)
         if not factors:
-            return path[-1], "how fast sound is made is not known yet"
+            return path[-1], "how fast sound is made is not known yet", None
         slowest = max(factors, key=lambda name: factors[name])
         if factors[slowest] > limit:
             factor = factors[slowest]
-            return slowest, f"sound would take {factor:.2f} s for each second of it"
-        if self._interruption_s(path) > self._spare_s(factors[slowest]):
-            return slowest, "somebody who has just begun would hear a gap"
-        return None
+            return slowest, f"sound would take {factor:.2f} s for each second of it", None
+        interruption_s, factor = self._interruption_s(path), factors[slowest]
+        if interruption_s > self._spare_s(factor):  # which grows by what is made beyond real time
+            wait_s = interruption_s * factor / (1 - factor) if factor < 1 else None
+            return slowest, "somebody who has just begun would hear a gap", wait_s
+        return "", "", None
 
     def factors(self, path: tuple[str, ...]) -> dict[str, float]:
         """The real-time factors with one more request: of each worker, by its last stage."""
@@ -199,15 +206,18 @@ class Pace:
             spare.append(self._chunk.value * (1 - factor))  # it is about to begin
         return min((one for one in spare if one >= 0), default=math.inf)
 
-    def _retry_after_s(self, now: float) -> float:
-        """Until a place that nobody was told of before is free, at the rate at which they become
-        free; at most until all who are there now have left."""
-        if not self._life.count:
-            return _RETRY_S
-        life_s = self._life.value
-        self._promised = max(self._promised, now) + life_s / len(self._voices)
-        self._promised = min(self._promised, now + life_s)
-        return round(max(self._promised - now, _RETRY_S / 10), 1)
+    def _retry_after_s(self, wait_s: float | None, now: float) -> float:
+        """`wait_s`, unless others were told to come later than now: then until a place that nobody
+        was told of is free, at the rate at which they become free; at most until all who are
+        there now have left."""
+        if wait_s is None or self._promised > now:
+            if not self._life.count:
+                return _RETRY_S
+            life_s = self._life.value
+            self._promised = max(self._promised, now) + life_s / len(self._voices)
+            self._promised = min(self._promised, now + life_s)
+            wait_s = self._promised - now
+        return round(max(wait_s, _SOON_S), 1)
 
     # ---- which stages
 

@@ -31,6 +31,8 @@ outputs: {text: thinker.text, audio: vocoder.audio}
 """
 TOKENS = 40  # of a reply, on average; each is a chunk of sound
 CARRIED = 14  # requests at once that the talker can carry
+ALONE_S = 0.072 + 0.06 + 3 * 0.02 + 0.003  # to the first sound of one request alone
+GROWTH_S = (CARRIED - 1) * (0.061 + 0.044 + 3 * 0.004 + 0.0005)  # that of the others' steps
 
 
 @dataclass
