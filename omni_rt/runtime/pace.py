@@ -35,7 +35,7 @@ class Voice:
     steps: dict[str, float]  # by stage on the way of the sound
     made_s: float = 0.0  # seconds of sound so far
     chunk_s: float = 0.0  # seconds of the last chunk
-    begun: float | None = None  # when its first chunk came
+    begun: float | None = None  # when its first chunk came; later by the gaps there were
     ahead_s: float = 0.0  # how far the sound was ahead of the listener when its last chunk came
     made: bool = False  # all of the sound is there
 
@@ -102,8 +102,8 @@ class Pace:
         return next((one.running for one in replicas if one.identity == identity), set())
 
     def _hear(self, voice: Voice, seconds: float, now: float) -> None:
-        if voice.begun is None:
-            voice.begun = now
+        if voice.begun is None or voice.begun + voice.made_s < now:  # after a gap it begins anew
+            voice.begun = now - voice.made_s
         voice.made_s += seconds
         voice.chunk_s = seconds
         voice.ahead_s = voice.begun + voice.made_s - now
@@ -195,16 +195,11 @@ class Pace:
 
     def _spare_s(self, factor: float) -> float:
         """How long everything may stop before somebody hears it."""
-        spare = [
-            voice.ahead_s - factor * voice.chunk_s
-            for voice in self._voices.values()
-            if voice.plays and voice.begun is not None and not voice.made
-        ]
-        if any(
-            v.plays and v.begun is None and any(v.steps.values()) for v in self._voices.values()
-        ):
-            spare.append(self._chunk.value * (1 - factor))  # it is about to begin
-        return min((one for one in spare if one >= 0), default=math.inf)
+        players = [voice for voice in self._voices.values() if voice.plays and not voice.made]
+        spare = [v.ahead_s - factor * v.chunk_s for v in players if v.begun is not None]
+        if any(v.begun is None and any(v.steps.values()) for v in players):  # about to begin
+            spare.append(self._chunk.value * (1 - factor))
+        return max(0.0, min(spare, default=math.inf))
 
     def _retry_after_s(self, wait_s: float | None, now: float) -> float:
         """`wait_s`, unless others were told to come later than now: then until a place that nobody

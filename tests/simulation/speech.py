@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ GROWTH_S = (CARRIED - 1) * (0.061 + 0.044 + 3 * 0.004 + 0.0005)  # that of the o
 class Listener:
     asked: float
     tokens: int
+    plays: bool = True
+    patience_s: float = math.inf  # it hangs up then
     tries: int = 0
     accepted: float | None = None
     waits: list[float] = field(default_factory=list)  # what each refusal said
@@ -71,12 +74,14 @@ def run(
     retries: bool = False,
     burst: int = 0,
     warm: bool = True,
+    mixed: bool = False,
     pipeline: str = PIPELINE,
 ) -> list[Listener]:
     """Listeners that come at random times, `load` times as many as the talker can carry; or `burst`
-    of them at once, on a server that has served some or none (`warm`)."""
+    of them at once, on a server that has served some or none (`warm`). `mixed`: some hang up, some
+    do not listen while the sound comes."""
     loop = VirtualLoop()
-    crowd = _Crowd(loop, random.Random(seed), load, seconds, retries, burst, warm)
+    crowd = _Crowd(loop, random.Random(seed), load, seconds, retries, burst, warm, mixed)
     try:
         loop.run_until_complete(crowd.run(pipeline % {"rtf": rtf}))
     finally:
@@ -93,6 +98,7 @@ class _Crowd:
     retries: bool
     burst: int
     warm: bool
+    mixed: bool
     listeners: list[Listener] = field(default_factory=list)
 
     async def run(self, pipeline: str) -> None:
@@ -103,8 +109,12 @@ class _Crowd:
         async with asyncio.TaskGroup() as group:
             async for _ in self._arrivals():
                 tokens = self.rng.randint(TOKENS // 4, TOKENS * 7 // 4)
-                self.listeners.append(Listener(self.loop.time(), tokens))
-                group.create_task(_listen(omni, self.listeners[-1], self.retries))
+                listener = Listener(self.loop.time(), tokens)
+                if self.mixed:
+                    listener.plays = self.rng.random() < 0.7
+                    listener.patience_s = self.rng.choice([math.inf, self.rng.uniform(0, 6)])
+                self.listeners.append(listener)
+                group.create_task(_listen(omni, listener, self.retries))
         assert not omni.status().live
         await omni.close(0)
 
@@ -124,7 +134,7 @@ class _Crowd:
 
 async def _listen(omni: AsyncOmni, listener: Listener, retries: bool) -> None:
     loop = asyncio.get_running_loop()
-    request = Request(prompt="say", playback=True, params={"steps": listener.tokens})
+    request = Request(prompt="say", playback=listener.plays, params={"steps": listener.tokens})
     while listener.accepted is None:
         listener.tries += 1
         try:
@@ -138,6 +148,8 @@ async def _listen(omni: AsyncOmni, listener: Listener, retries: bool) -> None:
             listener.accepted = loop.time()
     async with stream:
         async for output in stream:
+            if loop.time() > listener.accepted + listener.patience_s:
+                return
             if isinstance(output, Audio):
                 listener.arrivals.append(loop.time())
                 listener.samples += len(output.data) // 2
