@@ -27,7 +27,7 @@ class Noted:
 
     vllm_config: Any
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         begin = time.perf_counter()
         result = super().execute_model(scheduler_output)  # type: ignore[misc]
         times = array("d", (begin, time.perf_counter()))

@@ -62,7 +62,7 @@ def expected(case: Case, reference: Any, ids: list[int], said: Said) -> torch.Te
 def close(said: Said, wanted: torch.Tensor) -> bool:
     got = said.tensor("hidden")
     assert got.shape == wanted.shape
-    return torch.allclose(got, wanted, rtol=0, atol=1e-4)
+    return torch.allclose(got, wanted, rtol=0, atol=2e-5)
 
 
 def test_rows_equal_transformers_alone(served: tuple[Case, Loaded], reference: Any) -> None:

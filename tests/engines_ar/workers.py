@@ -14,9 +14,9 @@ class CountingWorker(OmniCPUWorker):
 
     resumed = 0
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any) -> Any:
         self.resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        return super().execute_model(scheduler_output)
+        return super().execute_model(scheduler_output, *args)
 
     def count_resumed(self) -> int:
         return self.resumed

@@ -53,7 +53,10 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.cpu_worker:CPUWorker": (),
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": (),
     "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": (),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output",),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "scheduler_output",
+        "model_runner_output",
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.free": ("request",),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
     "vllm.v1.core.sched.request_queue:RequestQueue.remove_requests": ("requests",),
@@ -66,6 +69,13 @@ CALLS: dict[str, tuple[str, ...]] = {
 # Structs: the fields that are read.
 FIELDS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("hidden_states", "aux_hidden_states"),
+    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": (
+        "input_batch",
+        "hidden_states",
+        "aux_hidden_states",
+    ),
+    "vllm.v1.worker.gpu.input_batch:InputBatch": ("req_ids", "num_reqs", "query_start_loc_np"),
+    "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "pooler_output"),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
@@ -73,6 +83,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "total_num_scheduled_tokens",
         "finished_req_ids",
         "preempted_req_ids",
+        "has_structured_output_requests",
     ),
     "vllm.v1.request:RequestStatus": ("WAITING", "PREEMPTED"),
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
@@ -105,6 +116,11 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.engine.core_client:InprocClient": ("self.engine_core",),
     "vllm.v1.engine.output_processor:OutputProcessor": ("self.request_states",),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "self.execute_model_state",
+        "self.use_aux_hidden_state_outputs",
+        "self.req_states",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "self.execute_model_state",
         "self.use_aux_hidden_state_outputs",

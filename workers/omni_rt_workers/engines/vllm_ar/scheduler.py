@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -25,6 +26,7 @@ class Holding:
         self.last: Any = None  # SchedulerOutput of the latest step
         self.under_way: list[Any] = []  # those whose results have not come yet
         self.phase = ""  # or "schedule", "update": what is being done
+        self.pooled: dict[str, Any] = {}  # of the latest step, if the worker was asked for it
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.phase = "schedule"
@@ -49,12 +51,20 @@ class Holding:
             for request in reversed(waiting):
                 self.waiting.prepend_request(request)
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.phase = "update"
-        updated = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        output = self._without_pooled(model_runner_output)
+        updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         self.under_way = [one for one in self.under_way if one is not scheduler_output]
         self.phase = ""
         return updated
+
+    def _without_pooled(self, output: Any) -> Any:
+        """vLLM takes a reply with a `pooler_output` for one of a model that only embeds."""
+        if output.pooler_output is None:
+            return output
+        self.pooled = dict(zip(output.req_ids, output.pooler_output, strict=True))
+        return replace(output, pooler_output=None)
 
 
 class OmniARScheduler(Holding, Scheduler):

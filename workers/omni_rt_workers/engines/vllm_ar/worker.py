@@ -6,9 +6,9 @@ sliced by request and those that somebody asked for are kept until the engine ta
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from omni_rt_workers.engines.vllm_ar import ranks
 from omni_rt_workers.engines.vllm_ar.draws import Draws
 from omni_rt_workers.engines.vllm_ar.rows import Block, Keeper, Part, Ref
 
-TO_THE_END = sys.maxsize
+_NOT_ASYNC = "set vllm.async_scheduling to false"
 
 
 @dataclass(slots=True)
@@ -60,6 +60,10 @@ class OmniARModelRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._watched: dict[str, Watched] = {}
         self._keeper = Keeper()
+        pooled = self.vllm_config.additional_config.get("pooler_output", False)
+        self._pooled: dict[str, torch.Tensor] | None = {} if pooled else None
+        if pooled and self.vllm_config.scheduler_config.async_scheduling:
+            raise ConfigError("pooler_output needs a step's output at once", hint=_NOT_ASYNC)
         self._draws = Draws()
         self._kv_cache_bytes = 0
         layers: int = self.model_config.hf_text_config.num_hidden_layers
@@ -94,32 +98,44 @@ class OmniARModelRunner:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._kv_cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """vLLM's own: a step's forward, of which `sample_tokens` makes a `ModelRunnerOutput`.
+
+        With `additional_config["pooler_output"]` both at once: the output's `pooler_output` then
+        has the step's hidden states for each of its `req_ids`, [tokens, hidden size]. Only where
+        a step has structured outputs is sampling left to `sample_tokens`, which is given their
+        grammars. `intermediate_tensors` are other ranks' of a pipeline, which vLLM's worker
+        receives itself.
+        """
         self._draws.forget(scheduler_output.finished_req_ids)
         out = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._watched and self.is_driver_worker:
+        if self.is_driver_worker:
             self._keep_rows(scheduler_output)
-        return out
+        if (
+            self._pooled is None
+            or out is not None
+            or scheduler_output.has_structured_output_requests
+        ):
+            return out
+        return self.sample_tokens(None)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with self._draws.drawing(self.model_runner):
-            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+            out = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._pooled is None or out is None:
+            return out
+        return replace(out, pooler_output=[self._pooled.get(id) for id in out.req_ids])
 
     def _keep_rows(self, scheduler_output: Any) -> None:
-        state = self.model_runner.execute_model_state
-        if state is None or not scheduler_output.total_num_scheduled_tokens:
+        if not self._watched and self._pooled is None:
             return
-        rows = state.aux_hidden_states[0] if self._aux else state.hidden_states
+        parts = _rows_by_request(self.model_runner, scheduler_output, aux=self._aux)
+        if self._pooled is not None:
+            self._pooled = {request: rows.clone() for request, rows in parts}
         starts = _starts(scheduler_output)
-        # Model runner V2 makes a batch for each step, V1 keeps one; rows lie in its order.
-        batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
-        at = 0
-        for request in batch.req_ids[: batch.num_reqs]:
-            count = scheduler_output.num_scheduled_tokens[request]
+        for request, rows in parts:
             if request in self._watched:
-                kept = self._watched[request]
-                _keep(kept, starts[request], rows[at : at + count], self._keeper)
-            at += count
+                _keep(self._watched[request], starts[request], rows, self._keeper)
 
     # ---- called by the engine
 
@@ -211,6 +227,25 @@ def _known(runner: Any) -> Collection[str]:
     requests = getattr(runner, "requests", None)
     known: Collection[str] = runner.req_states.req_id_to_index if requests is None else requests
     return known
+
+
+def _rows_by_request(
+    runner: Any, scheduler_output: Any, *, aux: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """Each request's rows of the step, in the runner's order: views of what it uses again."""
+    state = runner.execute_model_state
+    if state is None or not scheduler_output.total_num_scheduled_tokens:
+        return []
+    rows = state.aux_hidden_states[0] if aux else state.hidden_states
+    made = getattr(state, "input_batch", None)
+    if made is not None:  # model runner V2 makes a batch for each step
+        bounds = made.query_start_loc_np.tolist()
+        requests = made.req_ids[: made.num_reqs]
+    else:  # V1 keeps one
+        requests = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        counts = [scheduler_output.num_scheduled_tokens[request] for request in requests]
+        bounds = list(accumulate(counts, initial=0))
+    return [(one, rows[bounds[at] : bounds[at + 1]]) for at, one in enumerate(requests)]
 
 
 def _starts(scheduler_output: Any) -> dict[str, int]:
