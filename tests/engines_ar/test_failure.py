@@ -178,6 +178,35 @@ def test_a_held_request_is_not_stepped_while_the_culprit_is_searched(
     blame(run.said(), undisturbed, "poisoned")
 
 
+def test_requests_come_and_go_while_the_culprit_is_searched(
+    one: Loaded, undisturbed: list[Said]
+) -> None:
+    run = Run.make(one)
+    run.step(14)
+    one.engine.core.call_worker("fail_on", "after the forward", POISON)
+    run.step(2)  # the search has begun
+    for gone in (run.tasks[2], run.tasks[5]):
+        one.engine.abort(gone)
+    late = task(prompts(1, 30, 30, seed=8)[0], max_tokens=5, ignore_eos=True)
+    one.engine.add(late)
+    replies = run.said()
+    assert one.out.said[late.request].reason == "length"
+    assert isinstance(replies[3].error, StageFailed)
+    assert [replies[number].ended for number in (2, 5)] == [False, False]
+    assert all(equal(replies[number], undisturbed[number]) for number in (0, 1, 4, 6, 7))
+
+
+def test_an_abort_of_the_culprit_ends_the_search(one: Loaded, undisturbed: list[Said]) -> None:
+    run = Run.make(one)
+    run.step(14)
+    one.engine.core.call_worker("fail_on", "after the forward", POISON)
+    run.step(1)
+    one.engine.abort(run.tasks[3])
+    replies = run.said()
+    assert not replies[3].ended
+    assert all(equal(replies[number], undisturbed[number]) for number in (0, 1, 2, 4, 5, 6, 7))
+
+
 @pytest.mark.parametrize(
     ("error", "sticky"),
     [

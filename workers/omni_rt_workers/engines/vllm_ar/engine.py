@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
     from omni_rt_workers.engine import Outbox, Say, Task
     from omni_rt_workers.engines.vllm_ar.core import Core
+    from omni_rt_workers.engines.vllm_ar.failure import Culprit
     from omni_rt_workers.engines.vllm_ar.reply import Reply, Rows
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class AREngine:
         self._names: dict[Task, str] = {}
         self._numbers = count()
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
+        self._search: Iterator[list[Any] | Culprit] | None = None  # after a step that failed
         self._core: Core
 
     # ---- start and end
@@ -145,7 +148,7 @@ class AREngine:
     @property
     def idle(self) -> bool:
         """Also when those that could run wait for memory that held ones keep."""
-        if self._core.owes_step:
+        if self._search is not None or self._core.owes_step:
             return False
         if self._blocked is None:
             return all(reply.task.held for reply in self._replies.values())
@@ -153,14 +156,21 @@ class AREngine:
         return not runnable or runnable == self._blocked
 
     def step(self) -> None:
+        if self._search is not None:
+            self._go_on_searching(self._search)
+            return
         held = {reply.id for reply in self._replies.values() if reply.task.held}
         runnable = self._runnable() if held else None
         try:
             outputs = self._core.step(held)
         except Exception as error:
-            self._isolate(error)
+            log.warning("stage %s: a step failed: %s", self._spec.name, error)
+            self._search = self._core.search(error, self._runnable_ids)
             return
         self._blocked = None if self._core.moved else runnable
+        self._give_all(outputs)
+
+    def _give_all(self, outputs: list[Any]) -> None:
         self._fetch_rows(outputs)
         for output in outputs:
             self._give(output)
@@ -200,22 +210,20 @@ class AREngine:
             if output.finished:
                 self._forget(output.request_id)
 
-    def _isolate(self, error: Exception) -> None:
-        """After a step that raised: whoever made it fail fails alone, the others go on.
+    def _go_on_searching(self, search: Iterator[list[Any] | Culprit]) -> None:
+        """After a step that raised: whoever made it fail fails alone, the others go on. One step
+        of the search at a time, so that the worker can hear of aborts meanwhile.
 
         Raises `EngineBroken` if vLLM cannot be used any more.
         """
-        from omni_rt_workers.engines.vllm_ar.failure import Culprit
-
-        log.warning("stage %s: a step failed: %s", self._spec.name, error)
-        self._blocked = None
-        for found in self._core.search(error, self._runnable_ids):
-            if isinstance(found, Culprit):
-                self._fail(found.id, found.error)
-            else:
-                self._fetch_rows(found)
-                for output in found:
-                    self._give(output)
+        found = next(search, None)
+        if found is None:
+            self._search = None
+            self._blocked = None
+        elif isinstance(found, list):
+            self._give_all(found)
+        else:
+            self._fail(found.id, found.error)
 
     def _runnable_ids(self) -> set[str]:
         return {reply.id for reply in self._replies.values() if not reply.task.held}
