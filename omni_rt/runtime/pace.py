@@ -68,25 +68,25 @@ class Pace:
         """A stage told of a step: learn how long it took and how much sound it made."""
         if not self._voices:
             return
-        sounds = 0
+        sounding: set[str] = set()
         for item in step.items:
             voice = self._voices.get(item.request)
             if voice is None:
                 continue
             if isinstance(item, Chunk) and (seconds := sound_s(item)):
-                sounds += 1
+                sounding.add(item.request)
                 self._hear(voice, seconds, now)
                 voice.steps[step.stage] = voice.steps.get(step.stage, 0) + 1
             elif isinstance(item, Finished) and self._gives_sound(step.stage):
                 voice.made = True
                 self._life.add(now - voice.since)
         if step.steps and step.batch:
-            self._learn(step, identity, sounds)
+            self._learn(step, identity, len(sounding))
 
-    def _learn(self, step: Step, identity: str, sounds: int) -> None:
+    def _learn(self, step: Step, identity: str, sounding: int) -> None:
         """Of a stage that gives sound, a step counts those that got some; of others, all."""
         times = self._times[step.stage]
-        batch = sounds if self._gives_sound(step.stage) else step.batch
+        batch = sounding if self._gives_sound(step.stage) else step.batch
         if not self._gives_sound(step.stage):
             for request in self._running(step.stage, identity):
                 if (voice := self._voices.get(request)) and step.stage in voice.steps:
