@@ -31,7 +31,7 @@ CASES = {
     "after the final norm": Case(-1, "all"),
     "last layer's input": Case(-2, "reply"),
     "embedding": Case(0, "prompt"),
-    "chunked prefill": Case(-1, "reply", vllm=(("max_num_batched_tokens", 16),)),
+    "chunked prefill": Case(-1, "all", vllm=(("max_num_batched_tokens", 16),)),
     "preemption": Case(
         -2,
         "all",

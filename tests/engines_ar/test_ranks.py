@@ -169,7 +169,8 @@ def test_no_process_and_no_file_is_left_when_main_is_killed(main: Main) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_whose_rank_fails_alone_or_that_is_killed_is_started_again(
+@pytest.mark.timeout(600)
+def test_a_worker_is_started_again_when_it_or_a_rank_of_it_ends_or_fails_alone(
     folder: Path, tmp_path: Path, right: Any
 ) -> None:
     with Main.started(folder, tmp_path / "ranks.yaml") as main:
@@ -182,6 +183,14 @@ def test_a_worker_whose_rank_fails_alone_or_that_is_killed_is_started_again(
         os.kill(main.worker, signal.SIGKILL)
         assert all_end(processes, 2)
         _until_served(main, right)
+        processes = main.processes
+        os.kill(next(filter(_is_rank, processes)), signal.SIGKILL)
+        assert all_end(processes, 20)  # vLLM gives the other rank some seconds
+        _until_served(main, right)
+
+
+def _is_rank(process: int) -> bool:
+    return b"Worker_TP" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def _until_served(main: Main, right: Any) -> None:

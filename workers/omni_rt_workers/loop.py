@@ -171,6 +171,8 @@ class Loop:
         stage.new += 1
         try:
             stage.engine.add(task)
+        except EngineBroken:
+            raise
         except Exception as error:
             stage.outbox.fail(task, error)
             self._settle(stage)
@@ -186,6 +188,8 @@ class Loop:
         try:
             inputs.feed(message.port, message.seq, message.data, message.last)
             stage.engine.feed(task, message.port)
+        except EngineBroken:
+            raise
         except Exception as error:
             stage.outbox.fail(task, error)
             with contextlib.suppress(Exception):

@@ -59,7 +59,10 @@ class Core:
         self.tokenizer: Any = self._llm.get_tokenizer()
         self._scheduler: Any = self._llm.engine_core.engine_core.scheduler
         self._all_blocks = self._free_blocks
-        self._rows = None if alone else self._share_rows(spec.name)
+        self._rows: rows.SharedRows | None = None
+        if not alone:
+            ranks.die_with_ranks(self._llm.engine_core.engine_core.model_executor)
+            self._rows = self._share_rows(spec.name)
 
     def _share_rows(self, stage: str) -> rows.SharedRows:
         """Hidden states of ranks in processes of their own come through memory shared with them."""

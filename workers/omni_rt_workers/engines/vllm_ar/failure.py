@@ -47,7 +47,7 @@ def search(
     `step_only` makes a step of these requests alone, by vLLM's id; `runnable` are those that may be
     stepped. Requests that may not, or are gone, are let off. Raises `EngineBroken`.
     """
-    marks = settle(llm, scheduler, error)
+    marks = settle(llm, scheduler, first_error(llm, error))
     trials = [list(marks)]
     passed = set[str]()
     while trials:
@@ -55,7 +55,8 @@ def search(
         while (now := _unjudged(scheduler, group, passed, runnable())) or scheduler.under_way:
             try:
                 outputs = step_only(now)
-            except Exception as again:
+            except Exception as raised:
+                again = first_error(llm, raised)
                 blamed = list(settle(llm, scheduler, again))
                 if len(blamed) == 1:
                     llm.abort_request(blamed, internal=True)
@@ -69,6 +70,14 @@ def search(
             yield outputs
             if not scheduler.last.total_num_scheduled_tokens:
                 break  # nobody else has memory now, so this does not happen; it must not hang
+
+
+def first_error(llm: Any, raised: Exception) -> Exception:
+    """With a step scheduled ahead, an error can wait behind one that it brought about."""
+    for future, _, _ in reversed(llm.engine_core.engine_core.batch_queue or ()):
+        if future.done() and isinstance(found := future.exception(), Exception):
+            return found
+    return raised
 
 
 def settle(llm: Any, scheduler: Any, error: Exception) -> dict[str, int]:

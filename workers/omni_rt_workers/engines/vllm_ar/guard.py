@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.distributed:cleanup_dist_env_and_memory": (),
     "vllm.distributed.parallel_state:model_parallel_is_initialized": (),
     "vllm.envs:disable_envs_cache": (),
+    "vllm.v1.executor.abstract:Executor.register_failure_callback": ("callback",),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids",),
     "vllm.v1.worker.worker_base:WorkerBase.execute_model": ("scheduler_output",),
     "vllm.v1.worker.worker_base:WorkerBase.sample_tokens": ("grammar_output",),

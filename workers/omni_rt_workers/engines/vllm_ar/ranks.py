@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import shutil
@@ -11,8 +12,11 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllm import envs
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _NAMED_MEMORY = Path("/dev/shm")
@@ -54,6 +58,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it was gone before the signal was set
         os._exit(1)
+
+
+def die_with_ranks(executor: Any) -> None:
+    """The worker ends when one of its ranks has: nothing mends that but a new start of all."""
+    executor.register_failure_callback(_end)
+
+
+def _end() -> None:
+    log.critical("a process of the model has died; the worker ends with it")
+    os._exit(1)
 
 
 def forget_names(meeting_place: str) -> None:
