@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 
 from omni_rt.wire.arena import Arena
 from omni_rt.wire.messages import Ports
@@ -13,7 +15,7 @@ from omni_rt_workers.engine import Engine, EngineBroken
 from omni_rt_workers.loop import Loop
 from omni_rt_workers.memory import Memory
 
-from .fakes import loaded, prompts, stage, task
+from .fakes import Greedy, Loaded, loaded, prompts, stage, task
 from .test_failure import OPTIONS, POISON, scheduler
 from .test_loop import Channel
 
@@ -23,14 +25,35 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 
-def test_a_step_that_fails_while_it_is_booked_breaks_the_engine(folder: Path) -> None:
-    with loaded(folder, vllm=OPTIONS) as one:
-        scheduler(one).poison, scheduler(one).where = POISON, "in update_from_output"
-        ids = prompts(1, 20, 20)[0]
-        ids[4] = POISON
-        one.engine.add(task(ids, max_tokens=4))
-        with pytest.raises(EngineBroken, match="while it booked a step: RuntimeError: poisoned"):
-            one.run()
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Iterator[Loaded]:
+    vllm = {**OPTIONS, "additional_config": {"pooler_output": True}}
+    with loaded(folder, vllm=vllm) as made:
+        yield made
+
+
+def test_an_engine_whose_runner_gives_pooler_outputs_replies_all_the_same(
+    one: Loaded, reference: Any, greedy: Greedy
+) -> None:
+    ids = prompts(1, 20, 20)[0]
+    each = task(ids, max_tokens=2, ignore_eos=True)
+    one.engine.add(each)
+    one.engine.step()
+    (rows,) = scheduler(one).pooled.values()
+    one.run()
+    assert one.out.said[each.request].tokens == greedy(ids, 2)
+    with torch.no_grad():
+        wanted = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+    assert torch.allclose(rows, wanted, rtol=0, atol=2e-5)
+
+
+def test_a_step_that_fails_while_it_is_booked_breaks_the_engine(one: Loaded) -> None:
+    scheduler(one).poison, scheduler(one).where = POISON, "in update_from_output"
+    ids = prompts(1, 20, 20)[0]
+    ids[4] = POISON
+    one.engine.add(task(ids, max_tokens=4))
+    with pytest.raises(EngineBroken, match="while it booked a step: RuntimeError: poisoned"):
+        one.run()
 
 
 class World:

@@ -7,7 +7,6 @@ classes.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,6 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState as StateV1
 from omni_rt_workers.engines.vllm_ar.draws import Draws
 from omni_rt_workers.engines.vllm_ar.rows import Keeper
 from omni_rt_workers.engines.vllm_ar.worker import OmniARModelRunner
-
-from .fakes import Greedy, loaded, prompts, task
 
 pytestmark = pytest.mark.model
 
@@ -227,20 +224,3 @@ def test_what_settling_raises_is_an_answer() -> None:
     assert known == []
     assert complaint is not None
     assert complaint.startswith("AttributeError")
-
-
-def test_an_engine_whose_runner_gives_pooler_outputs_replies_all_the_same(
-    folder: Path, reference: Any, greedy: Greedy
-) -> None:
-    vllm = {"additional_config": {"pooler_output": True}}
-    with loaded(folder, vllm=vllm) as one:
-        ids = prompts(1, 20, 20)[0]
-        each = task(ids, max_tokens=2, ignore_eos=True)
-        one.engine.add(each)
-        one.engine.step()
-        (rows,) = one.engine.core._scheduler.pooled.values()
-        one.run()
-        assert one.out.said[each.request].tokens == greedy(ids, 2)
-    with torch.no_grad():
-        wanted = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-    assert torch.allclose(rows, wanted, rtol=0, atol=2e-5)
