@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,6 +188,28 @@ def test_a_worker_is_started_again_when_it_or_a_rank_of_it_ends_or_fails_alone(
         os.kill(next(filter(_is_rank, processes)), signal.SIGKILL)
         assert all_end(processes, 20)  # vLLM gives the other rank some seconds
         _until_served(main, right)
+
+
+def test_what_a_kill_in_the_middle_of_a_start_left_is_swept_up_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omni_rt_workers.engines.vllm_ar import ranks
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
+    left = tmp_path / "omni-rt-ranks-left"
+    left.mkdir()
+    (left / "vllm_dist_of_a_test").touch()
+    os.utime(left, (0, 0))
+    memory = Path("/dev/shm/vllm_dist_of_a_test-tp-0")
+    memory.touch()
+    with ranks.meeting():
+        (mine,) = tmp_path.iterdir()
+        assert mine != left
+        assert not memory.exists()
+        with ranks.meeting():  # another worker's
+            assert mine.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def _is_rank(process: int) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from vllm import envs
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_PREFIX = "omni-rt-ranks-"
+_NEW_S = 60
 _NAMED_MEMORY = Path("/dev/shm")
 
 
@@ -26,16 +30,40 @@ _NAMED_MEMORY = Path("/dev/shm")
 def meeting() -> Iterator[None]:
     """While vLLM starts its ranks: a folder for the files and sockets by which they meet.
 
-    All of it goes when they have: whoever is connected needs no name. Only a kill in the middle
-    of the start leaves the folder behind.
+    All of it goes when they have: whoever is connected needs no name. A kill in the middle of the
+    start leaves the folder behind, for the next start to sweep up.
     """
-    folder = tempfile.mkdtemp(prefix="omni-rt-ranks-")
+    _sweep_up()
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
     os.environ["VLLM_RPC_BASE_PATH"] = folder
     envs.disable_envs_cache()  # of an engine that this process had before
+    with _locked(folder):
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """While this process lives, nobody else can lock the folder. Raises `OSError` if one has."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+
+
+def _sweep_up() -> None:
+    """Remove folders of dead processes: theirs are not locked, and not so new that they will be."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(folder):
+            if time.time() - folder.stat().st_mtime < _NEW_S:
+                continue
+            for place in folder.glob("vllm_dist_*"):
+                forget_names(place.name)
+            shutil.rmtree(folder)
 
 
 def meeting_place(wanted: str, ranks: int) -> str:
