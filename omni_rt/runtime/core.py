@@ -136,6 +136,8 @@ class Core:
         self.pressure.report(now)
         if due.waited_out:
             self._fail_stranded(fx, now)
+        for request_id, overloaded in self.pace.expired(now).items():
+            self._end(fx, self.flows[request_id], overloaded)
         for worker in due.ping:
             fx.to(worker.identity).append(Ping(next(self._ping)))
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -150,7 +152,7 @@ class Core:
         return self._settled(fx, now)
 
     def next_time(self) -> float | None:
-        parts = (self.supervisor.next_time(), self.pressure.next_time())
+        parts = (self.supervisor.next_time(), self.pressure.next_time(), self.pace.next_time())
         times = [time for time in parts if time is not None]
         if self._deadlines:
             times.append(self._deadlines[0][0])
@@ -171,17 +173,19 @@ class Core:
         self.counters["accepted"] += 1
         flow = Flow(request_id, request, plan, seed, next(self._order), now)
         self.flows[flow.id] = flow
-        self.pace.enter(flow.id, plan, request.playback, now)
         limit = self.admission.deadline_s(request)
         if limit is not None:
             flow.deadline = now + limit
             heapq.heappush(self._deadlines, (flow.deadline, flow.id))
         for stage in plan.stages:
             self.stages[stage].members.add(flow.id)
-        fx = Effects()
+        if self.pace.enter(flow.id, plan, request.playback, now):
+            self._begin(flow)
+        return self._settled(Effects(), now)
+
+    def _begin(self, flow: Flow) -> None:
         for run in flow.entries():
             self._queue(flow, run)
-        return self._settled(fx, now)
 
     def cancel(self, request_id: str, why: str, now: float) -> Effects:
         """End a request at the next step boundary of every stage. Unknown ids do nothing."""
@@ -537,6 +541,8 @@ class Core:
         """After every event: queues move as far as they can."""
         if self.pressure:
             self._relieve(fx)
+        for request_id in self.pace.let_in():
+            self._begin(self.flows[request_id])
         self._dispatch(fx)
         while self._deadlines and self._deadlines[0][1] not in self.flows:
             heapq.heappop(self._deadlines)

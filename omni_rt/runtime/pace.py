@@ -24,6 +24,7 @@ _FADE = 0.9
 _BYTES_PER_SAMPLE = 2
 _RETRY_S = 1.0  # what a refused client is told before any request has ended
 _SOON_S = 0.1  # the least that it is told
+_HOLD_S = 1.0  # how long an accepted request may wait for its first step
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Pace:
         self._stages = stages
         self._voices: dict[str, Voice] = {}
         self._times: dict[str, StepTimes] = {name: StepTimes() for name in config.stages}
+        self._held: dict[str, float] = {}  # accepted, and until when they may wait, in order
         self._paths: dict[tuple[str, ...], tuple[str, ...]] = {}  # by a plan's outputs
         self._made_s = 0.0  # seconds of sound of requests that have ended, old ones fading
         self._steps: dict[str, float] = dict.fromkeys(config.stages, 0.0)  # that these took
@@ -59,10 +61,36 @@ class Pace:
 
     # ---- what came
 
-    def enter(self, request: str, plan: Plan, plays: bool, now: float) -> None:
-        """A request was accepted."""
-        if path := self._path(plan):
-            self._voices[request] = Voice(plays, now, dict.fromkeys(path, 0.0))
+    def enter(self, request: str, plan: Plan, plays: bool, now: float) -> bool:
+        """A request was accepted. Whether it may begin at once; if not, `let_in` says when."""
+        path = self._path(plan)
+        if not path:
+            return True
+        held = self._limits.rtf is not None and (self._held or self._interrupts(path))
+        self._voices[request] = Voice(plays, now, dict.fromkeys(path, 0.0))
+        if held:
+            self._held[request] = now + _HOLD_S
+        return not held
+
+    def let_in(self) -> list[str]:
+        """The held requests whose first steps nobody hears any more, in order."""
+        ready: list[str] = []
+        while self._held:
+            request = next(iter(self._held))
+            if self._interrupts(tuple(self._voices[request].steps)):
+                break
+            del self._held[request]
+            ready.append(request)
+        return ready
+
+    def expired(self, now: float) -> dict[str, Overloaded]:
+        """Requests that were held for too long, and what to tell them."""
+        late = [request for request, until in self._held.items() if until <= now]
+        why = "somebody who has just begun would hear a gap"
+        return {request: self._overloaded(why, None, now) for request in late}
+
+    def next_time(self) -> float | None:
+        return min(self._held.values(), default=None)
 
     def stepped(self, step: Step, identity: str, now: float) -> None:
         """A stage told of a step: learn how long it took and how much sound it made."""
@@ -112,6 +140,7 @@ class Pace:
     def leave(self, request: str) -> None:
         """A request has ended."""
         voice = self._voices.pop(request, None)
+        self._held.pop(request, None)
         if voice is not None and voice.made:
             self._made_s = self._made_s * _FADE + voice.made_s
             for stage in self._steps:
@@ -127,45 +156,40 @@ class Pace:
             return
         if not plays and not any(voice.plays for voice in self._voices.values()):
             return
-        stage, why, wait_s = self._against(path, plays, limit)
+        stage, why = self._against(path, plays, limit)
         if stage:
-            raise Overloaded(
-                f"{why}: {len(self._voices)} requests with sound are under way",
-                stage=stage,
-                retry_after_s=self._retry_after_s(wait_s, now),
-            )
+            raise self._overloaded(why, stage, now)
 
-    def _against(
-        self, path: tuple[str, ...], plays: bool, limit: float
-    ) -> tuple[str, str, float | None]:
-        """The stage that speaks against one more request, why, and for how long if not until
-        somebody leaves; "" if none does."""
+    def _against(self, path: tuple[str, ...], plays: bool, limit: float) -> tuple[str, str]:
+        """The stage that speaks against one more request, and why; "" if none does."""
         if plays:
             for name in path:
                 stage = self._stages[name]
                 if len(stage.members) >= stage.max_batch * len(stage.replicas):
-                    return name, f"stage {name} has no place free", None
+                    return name, f"stage {name} has no place free"
         if not self._made_s and len(self._voices) < self._limits.unmeasured:
-            return "", "", None
+            return "", ""
         factors = self.factors(path)
         if not factors:
-            return path[-1], "how fast sound is made is not known yet", None
+            return path[-1], "how fast sound is made is not known yet"
         slowest = max(factors, key=lambda name: factors[name])
         if factors[slowest] > limit:
-            factor = factors[slowest]
-            return slowest, f"sound would take {factor:.2f} s for each second of it", None
-        interruption_s, factor = self._interruption_s(path), factors[slowest]
-        if interruption_s > self._spare_s(factor):  # which grows by what is made beyond real time
-            wait_s = interruption_s * factor / (1 - factor) if factor < 1 else None
-            return slowest, "somebody who has just begun would hear a gap", wait_s
-        return "", "", None
+            return slowest, f"sound would take {factors[slowest]:.2f} s for each second of it"
+        return "", ""
 
-    def factors(self, path: tuple[str, ...]) -> dict[str, float]:
-        """The real-time factors with one more request: of each worker, by its last stage."""
+    def _overloaded(self, why: str, stage: str | None, now: float) -> Overloaded:
+        return Overloaded(
+            f"{why}: {len(self._voices)} requests with sound are under way",
+            stage=stage,
+            retry_after_s=self._retry_after_s(now),
+        )
+
+    def factors(self, path: tuple[str, ...], more: int = 1) -> dict[str, float]:
+        """The real-time factors with so many more requests: of each worker, by its last stage."""
         sums: dict[str, tuple[str, float]] = {}
         for name in path:
             stage = self._stages[name]
-            batch = math.ceil((len(stage.members) + 1) / len(stage.replicas))
+            batch = math.ceil((len(stage.members) + more) / len(stage.replicas))
             step_s = self._times[name].of(min(batch, stage.max_batch))
             steps = self._steps_per_second(name)
             if step_s is not None and steps is not None:
@@ -183,36 +207,35 @@ class Pace:
         steps = sum(voice.steps.get(stage, 0.0) for voice in live)
         return steps / made_s if made_s and steps else None
 
-    def _interruption_s(self, path: tuple[str, ...]) -> float:
-        """How long the first steps of those who are on their way, and of one more, take."""
-        ahead = [
+    def _interrupts(self, path: tuple[str, ...]) -> bool:
+        """Whether the first steps of one more request, and of those that have not begun to speak,
+        take longer than everything may stop before somebody hears it."""
+        coming = [
             name
-            for voice in self._voices.values()
-            for name, steps in voice.steps.items()
-            if voice.begun is None and not steps
+            for request, voice in self._voices.items()
+            if voice.begun is None and request not in self._held
+            for name in voice.steps
         ]
-        return sum(self._times[name].first.value for name in (*ahead, *path))
+        stop_s = sum(self._times[name].first.value for name in (*coming, *path))
+        return stop_s > self._spare_s(max(self.factors(path, 0).values(), default=1.0))
 
     def _spare_s(self, factor: float) -> float:
-        """How long everything may stop before somebody hears it."""
+        """How far ahead who is the least ahead will be when the next chunk is due."""
         players = [voice for voice in self._voices.values() if voice.plays and not voice.made]
         spare = [v.ahead_s - factor * v.chunk_s for v in players if v.begun is not None]
         if any(v.begun is None and any(v.steps.values()) for v in players):  # about to begin
             spare.append(self._chunk.value * (1 - factor))
         return max(0.0, min(spare, default=math.inf))
 
-    def _retry_after_s(self, wait_s: float | None, now: float) -> float:
-        """`wait_s`, unless others were told to come later than now: then until a place that nobody
-        was told of is free, at the rate at which they become free; at most until all who are
-        there now have left."""
-        if wait_s is None or self._promised > now:
-            if not self._life.count:
-                return _RETRY_S
-            life_s = self._life.value
-            self._promised = max(self._promised, now) + life_s / len(self._voices)
-            self._promised = min(self._promised, now + life_s)
-            wait_s = self._promised - now
-        return round(max(wait_s, _SOON_S), 1)
+    def _retry_after_s(self, now: float) -> float:
+        """Until a place that nobody was told of before is free, at the rate at which they become
+        free; at most until all who are there now have left."""
+        if not self._life.count:
+            return _RETRY_S
+        life_s = self._life.value
+        self._promised = max(self._promised, now) + life_s / max(1, len(self._voices))
+        self._promised = min(self._promised, now + life_s)
+        return round(max(self._promised - now, _SOON_S), 1)
 
     # ---- which stages
 

@@ -41,18 +41,19 @@ class World:
         self.pace = Pace(config, self.stages)
         self.now = 0.0
 
-    def ask(self, name: str, plan: Plan | None = None, *, plays: bool = True) -> None:
-        """Raises `Overloaded`."""
+    def ask(self, name: str, plan: Plan | None = None, *, plays: bool = True) -> bool:
+        """Whether it may begin at once. Raises `Overloaded`."""
         plan = plan or self.sound
         self.pace.check(plan, plays, self.now)
-        self.pace.enter(name, plan, plays, self.now)
         for stage in plan.stages:
             self.stages[stage].members.add(name)
-            self.stages[stage].replicas[0].running.add(name)
+        return self.pace.enter(name, plan, plays, self.now)
 
     def step(self, *names: str, talker_s: float, sound_s: float = 0.1, new: int = 0) -> None:
         """The talker makes a step, and the vocoder at once `sound_s` of each request."""
         self.now += talker_s
+        for stage in self.stages.values():
+            stage.replicas[0].running.update(names)
         data = bytes(2 * int(sound_s * RATE))
         codes = [Chunk(name, 1, "codes", 0, Inline("uint8", (1,), b"x"), False) for name in names]
         audio = [
@@ -142,17 +143,48 @@ def test_text_alone_is_never_refused_for_the_sake_of_sound() -> None:
     world.ask("b", world.text)
 
 
-def test_no_prompt_may_interrupt_who_has_just_begun() -> None:
-    world = World()
+def _one_who_has_just_begun(world: World) -> None:
     _one_reply(world, 0.03)
-    world.ask("a")
+    assert world.ask("a")
     world.step("a", talker_s=0.03 + 0.09, new=1)  # a first step takes 0.09 s more
-    world.now += 0.001
-    with pytest.raises(Overloaded, match="just begun"):
-        world.ask("b")
-    for _ in range(5):  # now the sound is some tenths of a second ahead
-        world.step("a", talker_s=0.03)
-    world.ask("b")
+
+
+def test_a_prompt_waits_until_nobody_would_hear_it() -> None:
+    world = World()
+    _one_who_has_just_begun(world)
+    assert not world.ask("b")
+    assert not world.ask("c")  # behind it
+    assert world.pace.let_in() == []
+    for _ in range(2):
+        world.step("a", talker_s=0.03)  # now the sound is a tenth of a second more ahead
+    assert world.pace.let_in() == ["b"]
+    assert world.pace.let_in() == []  # until b has begun to speak, it may still interrupt
+    world.step("a", "b", talker_s=0.03 + 0.09, new=1)
+    for _ in range(3):
+        world.step("a", "b", talker_s=0.03)
+    assert world.pace.let_in() == ["c"]
+    assert world.pace.next_time() is None
+
+
+def test_a_prompt_that_has_waited_for_a_second_is_refused() -> None:
+    world = World()
+    _one_who_has_just_begun(world)
+    asked = world.now
+    assert not world.ask("b")
+    assert world.pace.next_time() == asked + 1.0
+    assert world.pace.expired(asked + 0.9) == {}
+    refused = world.pace.expired(asked + 1.0)["b"]
+    assert "just begun" in str(refused)
+    world.pace.leave("b")
+    assert world.pace.next_time() is None
+
+
+def test_prompts_that_come_together_on_an_idle_server_all_begin_at_once() -> None:
+    world = World()
+    _one_who_has_just_begun(world)
+    world.end("a")
+    assert world.ask("b")
+    assert world.ask("c")
 
 
 def test_refused_clients_are_told_different_times_of_places_that_become_free() -> None:
@@ -180,6 +212,7 @@ def test_an_interrupted_reply_says_nothing_about_the_pace() -> None:
     world = World()
     _one_reply(world, 0.03)
     world.ask("a")
+    world.stages["talker"].replicas[0].running.add("a")
     step = Step("talker", [], 30.0, 1, 1000)
     world.pace.stepped(step, "talker", world.now)
     world.pace.leave("a")

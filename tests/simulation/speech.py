@@ -133,20 +133,23 @@ class _Crowd:
 
 
 async def _listen(omni: AsyncOmni, listener: Listener, retries: bool) -> None:
-    loop = asyncio.get_running_loop()
-    request = Request(prompt="say", playback=listener.plays, params={"steps": listener.tokens})
     while listener.accepted is None:
         listener.tries += 1
         try:
-            stream = omni.submit(request)
-        except Overloaded as error:
+            await _hear(omni, listener)
+        except Overloaded as error:  # at once, or after a moment
+            listener.accepted = None
             listener.waits.append(error.retry_after_s)
             if not retries:
                 return
             await asyncio.sleep(error.retry_after_s)
-        else:
-            listener.accepted = loop.time()
-    async with stream:
+
+
+async def _hear(omni: AsyncOmni, listener: Listener) -> None:
+    loop = asyncio.get_running_loop()
+    request = Request(prompt="say", playback=listener.plays, params={"steps": listener.tokens})
+    async with omni.submit(request) as stream:
+        listener.accepted = loop.time()
         async for output in stream:
             if loop.time() > listener.accepted + listener.patience_s:
                 return
