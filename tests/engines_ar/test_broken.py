@@ -12,10 +12,11 @@ import torch
 from omni_rt.wire.arena import Arena
 from omni_rt.wire.messages import Ports
 from omni_rt_workers.engine import Engine, EngineBroken
+from omni_rt_workers.engines.vllm_ar.engine import AREngine
 from omni_rt_workers.loop import Loop
 from omni_rt_workers.memory import Memory
 
-from .fakes import Greedy, Loaded, loaded, prompts, stage, task
+from .fakes import Greedy, Loaded, RecordingOutbox, loaded, prompts, stage, task
 from .test_failure import OPTIONS, POISON, scheduler
 from .test_loop import Channel
 
@@ -54,6 +55,21 @@ def test_a_step_that_fails_while_it_is_booked_breaks_the_engine(one: Loaded) -> 
     one.engine.add(task(ids, max_tokens=4))
     with pytest.raises(EngineBroken, match="while it booked a step: RuntimeError: poisoned"):
         one.run()
+
+
+def test_steps_that_fail_without_a_request_to_blame_break_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(held: set[str]) -> None:
+        raise RuntimeError("always")
+
+    engine = AREngine(stage(None), RecordingOutbox())
+    core = SimpleNamespace(step=fail, search=lambda *args: iter(()), owes_step=True)
+    monkeypatch.setattr(engine, "_core", core, raising=False)
+    for _ in range(7):  # each failed step is followed by a search
+        engine.step()
+    with pytest.raises(EngineBroken, match="whatever request is in them"):
+        engine.step()
 
 
 class World:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
 from omni_rt.wire.messages import Ports, PortSpec
+from omni_rt_workers.engine import EngineBroken
 from omni_rt_workers.engines.vllm_ar import arguments, guard, prompt
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class AREngine:
         self._numbers = count()
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
         self._search: Iterator[list[Any] | Culprit] | None = None  # after a step that failed
+        self._in_vain = 0  # such searches since a step last went well
         self._core: Core
 
     # ---- start and end
@@ -171,6 +173,7 @@ class AREngine:
         self._give_all(outputs)
 
     def _give_all(self, outputs: list[Any]) -> None:
+        self._in_vain = 0
         self._fetch_rows(outputs)
         for output in outputs:
             self._give(output)
@@ -220,6 +223,9 @@ class AREngine:
         if found is None:
             self._search = None
             self._blocked = None
+            self._in_vain += 1
+            if self._in_vain > 3:  # in a row: no request got on and none is to blame
+                raise EngineBroken("vLLM's steps fail, whatever request is in them")
         elif isinstance(found, list):
             self._give_all(found)
         else:
