@@ -17,7 +17,7 @@ from omni_rt_workers.loop import Loop
 from omni_rt_workers.memory import Memory
 
 from .fakes import Greedy, Loaded, RecordingOutbox, loaded, prompts, stage, task
-from .test_failure import OPTIONS, POISON, scheduler
+from .test_failure import OPTIONS, scheduler
 from .test_loop import Channel
 
 if TYPE_CHECKING:
@@ -48,15 +48,6 @@ def test_an_engine_whose_runner_gives_pooler_outputs_replies_all_the_same(
     assert torch.allclose(rows, wanted, rtol=0, atol=2e-5)
 
 
-def test_a_step_that_fails_while_it_is_booked_breaks_the_engine(one: Loaded) -> None:
-    scheduler(one).poison, scheduler(one).where = POISON, "in update_from_output"
-    ids = prompts(1, 20, 20)[0]
-    ids[4] = POISON
-    one.engine.add(task(ids, max_tokens=4))
-    with pytest.raises(EngineBroken, match="while it booked a step: RuntimeError: poisoned"):
-        one.run()
-
-
 def test_steps_that_fail_without_a_request_to_blame_break_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,6 +63,10 @@ def test_steps_that_fail_without_a_request_to_blame_break_the_engine(
         engine.step()
 
 
+# A request with a structured output whose token has been booked.
+GRAMMAR = (SimpleNamespace(num_output_tokens=3, use_structured_output=True), 2, 0)
+
+
 class World:
     """What `failure.settle` sees of vLLM: one request in one step under way."""
 
@@ -82,7 +77,7 @@ class World:
         )
         step = SimpleNamespace(num_scheduled_tokens={"a": 1})
         self.scheduler = SimpleNamespace(
-            phase="", under_way=[step], requests={"a": self.request}, held=set()
+            phase="", booking=[], under_way=[step], requests={"a": self.request}, held=set()
         )
         self.executor = SimpleNamespace()
         for name, value in parts.items():
@@ -106,7 +101,11 @@ class World:
         ({}, RuntimeError("CUDA error: misaligned address"), "cannot go on in this process"),
         ({"executor__is_failed": True}, RuntimeError("Executor failed."), "cannot go on"),
         ({}, TimeoutError("RPC call to execute_model timed out."), "cannot go on"),
-        ({"scheduler__phase": "update"}, ValueError("x"), "while it booked a step: ValueError: x"),
+        (
+            {"scheduler__booking": [GRAMMAR]},
+            ValueError("x"),
+            "while it booked a step: ValueError: x",
+        ),
         ({"scheduler__under_way": []}, ValueError("x"), "outputs of a step were lost"),
         (
             {"scheduler__phase": "schedule", "scheduler__requests": {}, "scheduler__under_way": []},

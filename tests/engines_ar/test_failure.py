@@ -17,6 +17,8 @@ from .fakes import Loaded, Said, loaded, prompts, task
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .fakes import Greedy
+
 pytestmark = pytest.mark.model
 
 POISON = 251
@@ -134,13 +136,33 @@ def test_a_step_that_fails_once_costs_nobody(
 
 
 @pytest.mark.parametrize("steps", [0, 5, 16])
-def test_a_request_that_cannot_be_scheduled_fails_alone(
-    one: Loaded, undisturbed: list[Said], steps: int
+@pytest.mark.parametrize("where", ["in schedule", "in update_from_output", "at the end of booking"])
+def test_a_request_that_the_scheduler_fails_on_fails_alone(
+    one: Loaded, undisturbed: list[Said], where: str, steps: int
 ) -> None:
     run = Run.make(one)
     run.step(steps)
-    scheduler(one).poison, scheduler(one).where = POISON, "in schedule"
-    blame(run.said(), undisturbed, "poisoned in schedule")
+    scheduler(one).poison, scheduler(one).where = POISON, where
+    blame(run.said(), undisturbed, f"poisoned {where}")
+
+
+def test_a_request_whose_end_was_booked_in_the_failed_step_ends_all_the_same(
+    one: Loaded, greedy: Greedy
+) -> None:
+    given = prompts(2, 10, 10, seed=4)
+    given[0][5] = POISON
+    bad, good = task(given[0], max_tokens=9), task(given[1], max_tokens=4, ignore_eos=True)
+    one.engine.add(bad)
+    one.engine.add(good)
+    for _ in range(3):
+        one.engine.step()
+    scheduler(one).poison, scheduler(one).where = POISON, "at the end of booking"
+    one.engine.step()
+    assert not one.out.said[good.request].ended
+    one.run()
+    assert isinstance(one.out.said[bad.request].error, StageFailed)
+    assert one.out.said[good.request].tokens == greedy(given[1], 4)
+    assert one.leftovers == {}
 
 
 def test_a_seed_gives_the_same_whatever_the_steps_of_its_prompt(one: Loaded) -> None:

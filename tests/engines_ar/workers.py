@@ -88,6 +88,11 @@ class FailingScheduler(OmniARScheduler):
         self._fail("in update_from_output", request)
         return super()._update_request_with_output(request, *args, **kwargs)
 
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        for request, *_ in self.booking:
+            self._fail("at the end of booking", request)
+        return super().make_stats(*args, **kwargs)
+
     def _fail(self, here: str, request: Any) -> None:
         if self.where == here and self.poison in request.prompt_token_ids:
             raise RuntimeError(f"poisoned {here}")

@@ -87,6 +87,7 @@ def settle(llm: Any, scheduler: Any, error: Exception) -> dict[str, int]:
     Raises `EngineBroken` if vLLM or its device cannot be used any more.
     """
     _refuse(llm, scheduler, error)
+    _unbook(scheduler, error)
     marks = _marks(scheduler)
     empty = not any(output.num_scheduled_tokens for output in scheduler.under_way)
     if not marks and empty:
@@ -118,10 +119,29 @@ def _refuse(llm: Any, scheduler: Any, error: Exception) -> None:
     executor = llm.engine_core.engine_core.model_executor
     if is_sticky(error) or getattr(executor, "is_failed", False):
         raise EngineBroken(f"vLLM cannot go on in this process: {said(error)}") from error
-    if scheduler.phase == "update":
-        raise EngineBroken(f"vLLM failed while it booked a step: {said(error)}") from error
     if not scheduler.phase and not scheduler.under_way:
         raise EngineBroken(f"the outputs of a step were lost: {said(error)}") from error
+
+
+def _unbook(scheduler: Any, error: Exception) -> None:
+    """If the step failed while its results were booked: take back what has been. Nobody has been
+    told of any of it."""
+    for request, sampled, hashes in scheduler.booking:
+        if request.num_output_tokens == sampled and not request.is_finished():
+            continue
+        if request.use_structured_output:  # its grammar has moved on, or has not
+            raise EngineBroken(f"vLLM failed while it booked a step: {said(error)}") from error
+        del request._output_token_ids[sampled:]
+        del request._all_token_ids[request.num_prompt_tokens + sampled :]
+        del request.block_hashes[hashes:]
+        if request.is_finished():
+            request.status = RequestStatus.PREEMPTED
+            request.stop_reason = None
+            scheduler.running = [one for one in scheduler.running if one is not request]
+            scheduler.waiting.remove_requests([request])
+            scheduler.finished_req_ids.discard(request.request_id)
+            scheduler.requests[request.request_id] = request  # `_take_in_lost` sees to the rest
+    scheduler.booking = []
 
 
 def _marks(scheduler: Any) -> dict[str, int]:
@@ -189,7 +209,7 @@ def _settle_scheduler(llm: Any, scheduler: Any, known: set[str]) -> None:
 
 
 def _take_in_lost(scheduler: Any) -> None:
-    """A `schedule` that raised may have taken requests out of one queue and put them in none."""
+    """What raised may have taken requests out of one queue and put them in none."""
     queued = {*scheduler.running, *scheduler.waiting, *scheduler.kv_holding_waiting}
     for request in scheduler.requests.values():
         if request not in queued and not request.is_finished():

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class Booked(NamedTuple):
+    """A request as it was before a step's result was booked."""
+
+    request: Any
+    sampled: int  # tokens of the reply
+    hashes: int  # blocks that have a hash
 
 
 class Holding:
@@ -17,6 +25,7 @@ class Holding:
     `phase` and `under_way` say, after a step that raised, how far it had come.
     """
 
+    requests: dict[str, Any]
     running: list[Any]
     waiting: Any
 
@@ -26,6 +35,7 @@ class Holding:
         self.last: Any = None  # SchedulerOutput of the latest step
         self.under_way: list[Any] = []  # those whose results have not come yet
         self.phase = ""  # or "schedule", "update": what is being done
+        self.booking: list[Booked] = []  # while results are booked: what was before
         self.pooled: dict[str, Any] = {}  # of the latest step, if the worker was asked for it
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,9 +63,16 @@ class Holding:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.phase = "update"
+        found = (self.requests.get(id) for id in scheduler_output.num_scheduled_tokens)
+        self.booking = [
+            Booked(request, request.num_output_tokens, len(request.block_hashes))
+            for request in found
+            if request is not None and not request.is_finished()
+        ]
         output = self._without_pooled(model_runner_output)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         self.under_way = [one for one in self.under_way if one is not scheduler_output]
+        self.booking = []
         self.phase = ""
         return updated
 
