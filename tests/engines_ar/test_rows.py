@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni_rt.errors import StaleRef
-from omni_rt_workers.engines.vllm_ar.rows import Keeper, Ref, SharedRows
+from omni_rt_workers.engines.vllm_ar.rows import Keeper, Ref, SharedRows, Watched
 
 pytestmark = pytest.mark.model
 
@@ -65,17 +65,15 @@ def test_rows_that_find_no_room_are_given_as_they_are(shared: SharedRows, keeper
 
 
 def test_kept_rows_outlive_the_buffer_they_came_in() -> None:
-    from omni_rt_workers.engines.vllm_ar import worker
-
     buffer = torch.arange(12.0).view(6, 2)
-    watched = worker.Watched(next=3, end=7)
-    worker._keep(watched, 0, buffer, Keeper())  # positions 0 to 5
-    worker._keep(watched, 5, buffer, Keeper())  # 5 again, after a preemption, and on to 10
+    watched = Watched(next=3, end=7)
+    watched.keep(0, buffer, Keeper())  # positions 0 to 5
+    watched.keep(5, buffer, Keeper())  # 5 again, after a preemption, and on to 10
     buffer.zero_()
     rows = torch.cat([part.rows for part in watched.parts])
     assert rows[:, 0].tolist() == [6, 8, 10, 2]
     with pytest.raises(RuntimeError, match="positions 3 to 4 are missing"):
-        worker._keep(worker.Watched(next=3, end=7), 5, buffer, Keeper())
+        Watched(next=3, end=7).keep(5, buffer, Keeper())
 
 
 @pytest.mark.parametrize(
@@ -84,11 +82,9 @@ def test_kept_rows_outlive_the_buffer_they_came_in() -> None:
 def test_rows_of_tokens_that_were_taken_back_are_dropped(
     keeper: Keeper, end: int, left: int, blocks: int
 ) -> None:
-    from omni_rt_workers.engines.vllm_ar import worker
-
-    watched = worker.Watched(next=0, end=100)
-    worker._keep(watched, 0, ROWS, keeper)
-    worker._keep(watched, 8, ROWS[:4], keeper)
-    worker._cut(watched, end, keeper)
+    watched = Watched(next=0, end=100)
+    watched.keep(0, ROWS, keeper)
+    watched.keep(8, ROWS[:4], keeper)
+    watched.cut(end, keeper)
     assert sum(len(part.rows) for part in watched.parts) == watched.next == left
     assert keeper.blocks == blocks

@@ -1,9 +1,10 @@
-"""Hidden states that rank 0 has in a process of its own, handed to the worker by reference.
+"""Rows of hidden states: what is kept of them, and how they come from rank 0 to the worker.
 
-The worker makes an arena and rank 0 is its writer: a row is copied into it out of the model's
-buffer, where a rank in the worker's process would keep a copy in its own memory. What
-`collective_rpc` carries are descriptors. The worker copies the rows to where the outbox wants them,
-as it would anyway, and tells rank 0 with its next call which blocks it is through with.
+Where rank 0 has a process of its own, they come by reference. The worker makes an arena, and rank 0
+is its writer: a row is copied into it out of the model's buffer, where a rank in the worker's
+process would keep a copy in its own memory. What `collective_rpc` carries are descriptors. The
+worker copies the rows to where the outbox wants them, as it would anyway, and tells rank 0 with its
+next call which blocks it is through with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,6 +84,37 @@ class Keeper:
 
     def _reserve(self, nbytes: int) -> Reservation | None:
         return self._writer.reserve(nbytes) if self._writer is not None and nbytes else None
+
+
+@dataclass(slots=True)
+class Watched:
+    """Rows of one request by absolute position: `next` is the first still wanted, `end` is past
+    the last. A preempted request is computed again from position 0; what was seen is not kept
+    twice, because it lies below `next`."""
+
+    next: int
+    end: int
+    parts: list[Part] = field(default_factory=list)
+
+    def keep(self, start: int, rows: torch.Tensor, keeper: Keeper) -> None:
+        """Keep what is wanted of `rows`, which begin at position `start`."""
+        if self.next < min(start, self.end):
+            raise RuntimeError(f"hidden states of positions {self.next} to {start - 1} are missing")
+        end = min(start + len(rows), self.end)
+        if self.next < end:
+            self.parts.append(keeper.copy(rows[self.next - start : end - start]))
+            self.next = end
+
+    def cut(self, end: int, keeper: Keeper) -> None:
+        """Drop the rows of positions from `end` on: their tokens turned out not to be."""
+        while self.parts and self.next > end:
+            rows, block = self.parts.pop()
+            first = self.next - len(rows)
+            if first < end:
+                self.parts.append(Part(rows[: end - first], block))
+            elif block is not None:
+                keeper.free([block])
+            self.next = max(first, end)
 
 
 class SharedRows:

@@ -7,7 +7,7 @@ sliced by request and those that somebody asked for are kept until the engine ta
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,20 +18,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from omni_rt.errors import ConfigError, OmniError
 from omni_rt_workers.engines.vllm_ar import ranks
 from omni_rt_workers.engines.vllm_ar.draws import Draws
-from omni_rt_workers.engines.vllm_ar.rows import Block, Keeper, Part, Ref
+from omni_rt_workers.engines.vllm_ar.rows import Block, Keeper, Ref, Watched
 
 _NOT_ASYNC = "set vllm.async_scheduling to false"
-
-
-@dataclass(slots=True)
-class Watched:
-    """Rows of one request by absolute position: `next` is the first still wanted, `end` is past
-    the last. A preempted request is computed again from position 0; what was seen is not kept
-    twice, because it lies below `next`."""
-
-    next: int
-    end: int
-    parts: list[Part] = field(default_factory=list)
 
 
 class OmniARModelRunner:
@@ -135,7 +124,7 @@ class OmniARModelRunner:
         starts = _starts(scheduler_output)
         for request, rows in parts:
             if request in self._watched:
-                _keep(self._watched[request], starts[request], rows, self._keeper)
+                self._watched[request].keep(starts[request], rows, self._keeper)
 
     # ---- called by the engine
 
@@ -187,7 +176,7 @@ class OmniARModelRunner:
             self._draws.take_back(self.model_runner, held)
             for request, watched in self._watched.items():
                 if request in held:
-                    _cut(watched, held[request][0], self._keeper)
+                    watched.cut(held[request][0], self._keeper)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # raises if the device is lost
             return list(_known(self.model_runner)), None
@@ -254,25 +243,3 @@ def _starts(scheduler_output: Any) -> dict[str, int]:
     cached = scheduler_output.scheduled_cached_reqs
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return starts
-
-
-def _keep(watched: Watched, start: int, rows: torch.Tensor, keeper: Keeper) -> None:
-    """Keep what is wanted of `rows`, which begin at position `start`."""
-    if watched.next < min(start, watched.end):
-        raise RuntimeError(f"hidden states of positions {watched.next} to {start - 1} are missing")
-    end = min(start + len(rows), watched.end)
-    if watched.next < end:
-        watched.parts.append(keeper.copy(rows[watched.next - start : end - start]))
-        watched.next = end
-
-
-def _cut(watched: Watched, end: int, keeper: Keeper) -> None:
-    """Drop the rows of positions from `end` on: their tokens turned out not to be."""
-    while watched.parts and watched.next > end:
-        rows, block = watched.parts.pop()
-        first = watched.next - len(rows)
-        if first < end:
-            watched.parts.append(Part(rows[: end - first], block))
-        elif block is not None:
-            keeper.free([block])
-        watched.next = max(first, end)
