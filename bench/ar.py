@@ -105,7 +105,9 @@ def _engine_args(model: str, **more: Any) -> Any:
 def _ids(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     from omni_rt_workers.engines.vllm_ar import prompt
 
-    return [prompt.token_ids({"prompt": text}, tokenizer) for text in prompts]
+    return [
+        prompt.prompt_of({"prompt": text}, tokenizer, prompt.from_template).ids for text in prompts
+    ]
 
 
 def bare(control: Connection, load: Load, steps_file: str) -> None:

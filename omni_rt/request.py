@@ -7,11 +7,67 @@ from typing import Any, Literal
 import msgspec
 
 
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class ImagePart(msgspec.Struct, frozen=True, tag="image"):
+    """A picture as a file: PNG, JPEG, WebP, ..."""
+
+    data: bytes
+    media_type: str = ""  # e.g. "image/png"; the file itself decides how it is read
+
+
+class AudioPart(msgspec.Struct, frozen=True, tag="audio"):
+    """Sound as a file: WAV, FLAC, MP3, Ogg, ..."""
+
+    data: bytes
+    media_type: str = ""
+
+
+class VideoPart(msgspec.Struct, frozen=True, tag="video"):
+    """A film as a file: MP4, WebM, ..."""
+
+    data: bytes
+    media_type: str = ""
+
+
+Part = TextPart | ImagePart | AudioPart | VideoPart
+
+
+def kind_of(part: Part) -> str:
+    """ "text", "image", "audio" or "video"."""
+    return str(part.__struct_config__.tag)
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function that the model wants called, `arguments` as the JSON that it wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
+    """One turn of a conversation: text, or text, pictures, sound and film in order."""
 
     role: str
-    content: str
+    content: str | tuple[Part, ...]
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's turn
+    tool_call_id: str | None = None  # of a tool's turn: the call it answers
+    name: str | None = None  # of who speaks, or of the tool
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (TextPart(self.content),) if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def media_bytes(self) -> int:
+        return sum(len(part.data) for part in self.parts if not isinstance(part, TextPart))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 from omni_rt.config import PipelineConfig
 from omni_rt.errors import BadRequest, ConfigError, Overloaded, StageUnavailable, nearest
 from omni_rt.graph import Edge, Graph, Plan
-from omni_rt.request import Request
+from omni_rt.request import ChatMessage, Request, TextPart, kind_of
 from omni_rt.runtime.flow import Run
 from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor
@@ -19,6 +19,9 @@ from omni_rt.wire.messages import Emit, ParamSpec, Ports, Transport
 
 # Characters of a request's text; no model reads more, and a message must fit a frame.
 _MAX_TEXT = 4_000_000
+# Of all pictures, sound and film of a request, which travel in one message to its first stages.
+MAX_MEDIA_BYTES = 16 << 20
+_MEDIA = {"image": "images", "audio": "sound", "video": "film"}
 _ENCODED_KINDS = {"image", "audio", "video"}
 
 
@@ -41,10 +44,17 @@ class Admission:
         plan = self._graph.plan(request.outputs)
         if not request.prompt and not request.messages:
             raise BadRequest("the request has neither a prompt nor messages", param="prompt")
-        text = len(request.prompt or "") + sum(len(m.content) for m in request.messages)
+        text = len(request.prompt or "") + sum(len(m.text) for m in request.messages)
         if text > _MAX_TEXT:
             raise BadRequest(
                 f"the text has {text} characters, more than {_MAX_TEXT}", param="prompt"
+            )
+        media = sum(message.media_bytes for message in request.messages)
+        if media > MAX_MEDIA_BYTES:
+            raise BadRequest(
+                f"pictures, sound and film have {media} bytes, more than {MAX_MEDIA_BYTES}",
+                param="messages",
+                hint="send smaller ones",
             )
         check_sendable(request)
         if request.deadline_s is not None and not request.deadline_s > 0:
@@ -52,6 +62,7 @@ class Admission:
         for stage in plan.stages:
             if error := self.unavailable(stage):
                 raise error
+        self._check_media(request, plan)
         self._check_params(request, plan)
         for name in plan.stages:
             if self._stages[name].full:
@@ -99,10 +110,8 @@ class Admission:
             if request.prompt is not None:
                 values["prompt"] = request.prompt
             if request.messages:
-                values["messages"] = [
-                    {"role": message.role, "content": message.content}
-                    for message in request.messages
-                ]
+                takes = self._ports(run.stage).takes
+                values["messages"] = [_told(message, takes) for message in request.messages]
         return values
 
     def emits(self, plan: Plan, stage: str) -> tuple[Emit, ...]:
@@ -165,6 +174,18 @@ class Admission:
                     hint="give the stage a second port or leave one of the two out",
                 )
 
+    def _check_media(self, request: Request, plan: Plan) -> None:
+        """Each picture, sound and film must be for one of the stages at the graph's entry."""
+        targets = {edge.target for edge in plan.edges}
+        takes = {kind for s in plan.stages if s not in targets for kind in self._ports(s).takes}
+        for at, message in enumerate(request.messages):
+            for part in message.parts:
+                if not isinstance(part, TextPart) and kind_of(part) not in takes:
+                    raise BadRequest(
+                        f"model {self._config.name} takes no {_MEDIA[kind_of(part)]}",
+                        param=f"messages[{at}].content",
+                    )
+
     def _check_params(self, request: Request, plan: Plan) -> None:
         specs = {stage: _by_name(self._ports(stage).params) for stage in plan.stages}
         known = {name for by_name in specs.values() for name in by_name}
@@ -200,6 +221,21 @@ class Admission:
         if ports is None:
             raise StageUnavailable(f"stage {stage} is not ready yet", stage=stage)
         return ports
+
+
+def _told(message: ChatMessage, takes: tuple[str, ...]) -> dict[str, Any]:
+    """A message as a stage sees it: text alone as a string, else the parts that it takes."""
+    told: dict[str, Any] = {"role": message.role, "content": message.text}
+    parts = [{"type": kind_of(part), **msgspec.structs.asdict(part)} for part in message.parts]
+    if any(part["type"] in takes for part in parts):
+        told["content"] = [part for part in parts if part["type"] in ("text", *takes)]
+    if message.tool_calls:
+        told["tool_calls"] = [msgspec.structs.asdict(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        told["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        told["name"] = message.name
+    return told
 
 
 def check_sendable(request: Request) -> None:

@@ -20,20 +20,16 @@ from omni_rt.runtime.stream import Stream
 from omni_rt.server import sse
 from omni_rt.server.errors import ErrorReply, reply_of
 from omni_rt.server.gone import unless_gone
+from omni_rt.server.parts import ContentPart, part_of
 from omni_rt.server.speech import AudioFormat, AudioOptions, AudioReply, Talk, spoken
 from omni_rt.server.state import Int, PictureFields, Seed, Served, set_fields
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=16)]
 
 
-class Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
 class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -156,7 +152,7 @@ def _request(served: Served, body: ChatBody, index: int) -> Request:
     if body.audio is not None:
         body.audio.check(body.modalities, streamed=bool(body.stream))
     messages = tuple(_message(message, k) for k, message in enumerate(body.messages))
-    if not any(message.content.strip() for message in messages):
+    if not any(message.text.strip() or message.media_bytes for message in messages):
         raise BadRequest("the messages have no text", param="messages")
     params = set_fields(
         temperature=body.temperature,
@@ -198,20 +194,11 @@ def _stop(stop: str | list[str] | None) -> list[str] | None:
 
 def _message(message: Message, index: int) -> ChatMessage:
     content = message.content
-    if isinstance(content, list):
-        where = f"messages[{index}].content"
-        content = "".join(_text(part, f"{where}[{k}]") for k, part in enumerate(content))
-    return ChatMessage(message.role, content or "")
-
-
-def _text(part: Part, where: str) -> str:
-    if part.type != "text":
-        raise BadRequest(
-            f"this model takes text only, not '{part.type[:40]}'", param=f"{where}.type"
-        )
-    if part.text is None:
-        raise BadRequest("a part of type 'text' has no text", param=f"{where}.text")
-    return part.text
+    if not isinstance(content, list):
+        return ChatMessage(message.role, content or "")
+    where = f"messages[{index}].content"
+    parts = tuple(part_of(part, f"{where}[{k}]") for k, part in enumerate(content))
+    return ChatMessage(message.role, parts)
 
 
 # ---- out, whole

@@ -14,7 +14,7 @@ import msgspec
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 
 # Raised with every change of a message. A worker of another version is stopped at once.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Payload = Inline | Block | DeviceBlock | Local
 Transport = Literal["local", "shm", "cuda"]
@@ -45,7 +45,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     stage: str
     request: str
     attempt: int
-    values: dict[str, Any]  # "prompt": str, "messages": [{"role", "content"}], "seed": int, ...
+    # "prompt": str, "seed": int, "messages": [{"role", "content"}]; a content is text or, if there
+    # is something among it that the stage `takes`, [{"type", "text" or "data", "media_type"}].
+    values: dict[str, Any]
     tensors: dict[str, list[Payload | TextPiece]]  # by input port, whole; in order
     streams: tuple[str, ...]  # input ports of which `Feed`s will follow
     params: dict[str, Any]  # checked against the stage's `ParamSpec`s by main
@@ -93,13 +95,32 @@ class Detach(msgspec.Struct, frozen=True, tag="detach", array_like=True):
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag="attach_pool", array_like=True):
-    """A device pool to read from, opened once."""
+    """A device pool to read from, opened once; its writer's arena was attached before.
+
+    `probe` is read and compared at once (cuda/probe.py): answer with `Probed`.
+    """
 
     pool: int
     size_bytes: int
     device: str  # UUID of the exporter's device
     handle: bytes  # IPC handle of the one allocation
-    events: list[bytes]  # IPC handles of the slots' events
+    events: list[bytes]  # IPC handles of the slots' events: written, then this reader's
+    arena: int = 0  # the writer's arena, and where in it is which generation lies in each slot
+    table: int = 0
+    probe: DeviceBlock | None = None  # noise, lent to the reader
+
+
+class OfferPool(msgspec.Struct, frozen=True, tag="offer_pool", array_like=True):
+    """Another worker wants to read this worker's pool: answer with `Offered`."""
+
+    reader: int  # 0, 1, ...: each has events of its own
+    identity: str
+
+
+class ReaderGone(msgspec.Struct, frozen=True, tag="reader_gone", array_like=True):
+    """The process of that reader has ended. Comes before the `Free` of what it held."""
+
+    reader: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping", array_like=True):
@@ -112,7 +133,19 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     """Close the engines and exit with status 0."""
 
 
-ToWorker = Submit | Feed | Abort | Free | Attach | Detach | AttachPool | Ping | Stop
+ToWorker = (
+    Submit
+    | Feed
+    | Abort
+    | Free
+    | Attach
+    | Detach
+    | AttachPool
+    | OfferPool
+    | ReaderGone
+    | Ping
+    | Stop
+)
 
 
 # ---- worker -> main ---------------------------------------------------------------------------
@@ -158,6 +191,7 @@ class Ports(msgspec.Struct, frozen=True, array_like=True):
     params: tuple[ParamSpec, ...]
     slots: int  # requests that the engine works on at once
     notes: tuple[str, ...] = ()  # said to the user once: versions, fall-backs, chosen backends
+    takes: tuple[str, ...] = ()  # of "image", "audio", "video": what messages may have beside text
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -221,6 +255,30 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     new: int = 0  # requests that were in none of the steps told of before
 
 
+class OnDevice(msgspec.Struct, frozen=True, tag="on_device", array_like=True):
+    """The worker can read device pools, or why not. Sent while it loads, if main asked for it."""
+
+    device: str  # UUID of its own; "": it has none
+    reads: tuple[str, ...]  # UUIDs of the devices whose memory it can read, its own included
+    problem: str | None = None
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered", array_like=True):
+    """What the worker of that identity needs to read this worker's pool, or why it cannot."""
+
+    identity: str
+    attach: AttachPool | None
+    problem: str | None = None
+
+
+class Probed(msgspec.Struct, frozen=True, tag="probed", array_like=True):
+    """How reading another worker's pool went. The probe's lease comes back with `Released`."""
+
+    pool: int
+    problem: str | None  # None: every byte arrived
+    took_s: float | None
+
+
 class Released(msgspec.Struct, frozen=True, tag="released", array_like=True):
     """Blocks of others that this worker is done with: one entry for each lease given back."""
 
@@ -250,7 +308,19 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed", array_like=True):
     detail: str
 
 
-ToMain = Hello | Loading | Ready | Step | Released | Stalled | Pong | Crashed
+ToMain = (
+    Hello
+    | Loading
+    | Ready
+    | Step
+    | Released
+    | OnDevice
+    | Offered
+    | Probed
+    | Stalled
+    | Pong
+    | Crashed
+)
 
 
 # ---- handed over at spawn ---------------------------------------------------------------------
@@ -282,3 +352,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int
     inline_limit_bytes: int
     stages: tuple[StageSpec, ...]
+    device: str = ""  # "cuda:0", ...: tensors come to it or leave it on that device
+    pool: int = 0  # id of the device pool that it makes; 0: none
+    pool_bytes: int = 0
+    pool_readers: int = 0  # processes that may read it at once
+    table: int = 0  # where in the arena the pool's table is: behind what blocks are made of

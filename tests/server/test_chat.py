@@ -23,6 +23,14 @@ outputs: {text: echo.text}
 """
 
 
+PNG = "data:image/png;base64,iVBORw0KGgo="
+_AT = "messages[0].content[0].image"
+
+
+def _parts(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
 def _ask(text: str = "draw", **more: Any) -> dict[str, Any]:
     return {"model": "world", "messages": [{"role": "user", "content": text}], **more}
 
@@ -137,8 +145,21 @@ async def test_a_picture_that_the_model_did_not_want_is_left_out() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "file"}]}]},
             "messages[0].content[0].type",
         ),
+        (
+            _parts({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}),
+            f"{_AT}_url.url",
+        ),
+        (
+            _parts({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}),
+            f"{_AT}_url.url",
+        ),
+        (_parts({"type": "image_url", "image_url": {"url": PNG}}), "messages[0].content"),
         ({"messages": [{"role": "user", "content": ""}], "seed": 1.5}, "seed"),
     ],
 )

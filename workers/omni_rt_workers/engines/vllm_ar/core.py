@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -20,12 +21,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from omni_rt.errors import BadRequest, ConfigError
 from omni_rt.wire.tensors import nbytes_of
-from omni_rt_workers.engines.vllm_ar import arguments, failure, ranks, rest, rows
+from omni_rt_workers.engines.vllm_ar import arguments, failure, media, ranks, rest, rows
 
 if TYPE_CHECKING:
     import torch
 
     from omni_rt.wire.messages import StageSpec
+    from omni_rt_workers.engines.vllm_ar.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,12 @@ class Core:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.sampling: dict[str, Any] = model.get_diff_sampling_param()  # the model's own
         self.tokenizer: Any = self._llm.get_tokenizer()
+        self.model_type = str(getattr(model.hf_config, "model_type", ""))
+        self._served = Path(arguments.source(spec)).name
+        self.takes: set[str] = set()  # modalities beside text
+        if model.is_multimodal_model:
+            limits = self._llm.renderer.get_mm_processor().info.allowed_mm_limits
+            self.takes = {modality for modality, limit in limits.items() if limit}
         self._scheduler: Any = self._llm.engine_core.engine_core.scheduler
         self._all_blocks = self._free_blocks
         self._rows: rows.SharedRows | None = None
@@ -83,10 +91,27 @@ class Core:
 
     # ---- requests
 
-    def add(self, name: str, ids: list[int], params: Any, priority: int) -> str:
+    def render(self, prompt: Prompt) -> dict[str, Any]:
+        """vLLM's input of a prompt; its `prompt_token_ids` have a place for each row of pictures,
+        sound and film. Raises `BadRequest`."""
+        if not prompt.files:
+            return dict(tokens_input(prompt.ids))
+        data = media.decoded(prompt.files, self._served, self.takes)
+        tokens = {
+            "prompt_token_ids": prompt.ids,
+            "multi_modal_data": data,
+            "mm_processor_kwargs": prompt.options,
+        }
+        try:
+            (rendered,) = self._llm.renderer.render_cmpl([tokens])
+        except (VLLMClientError, ValueError) as error:
+            raise BadRequest(f"the model cannot take this: {error}", param="messages") from error
+        return dict(rendered)
+
+    def add(self, name: str, prompt: dict[str, Any], params: Any, priority: int) -> str:
         """vLLM's id of the request. Raises `BadRequest` with vLLM's complaint."""
         try:
-            added: str = self._llm.add_request(name, tokens_input(ids), params, priority=priority)
+            added: str = self._llm.add_request(name, prompt, params, priority=priority)
         except (VLLMClientError, ValueError) as error:
             raise BadRequest(str(error), param=getattr(error, "parameter", None)) from error
         return added
@@ -136,7 +161,7 @@ class Core:
         ids = []
         for heat in (0.0, 1.0):
             params = SamplingParams(temperature=heat, top_p=0.9, seed=0, max_tokens=2)
-            ids.append(self.add(f"warm-up {heat}", [0, 0], params, 0))
+            ids.append(self.add(f"warm-up {heat}", dict(tokens_input([0, 0])), params, 0))
             self.watch_rows(ids[-1], 0, 3)
         while self._llm.has_unfinished_requests() or self.owes_step:
             self._llm.step()

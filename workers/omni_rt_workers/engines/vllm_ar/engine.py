@@ -38,6 +38,7 @@ class AREngine:
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
         self._search: Iterator[list[Any] | Culprit] | None = None  # after a step that failed
         self._in_vain = 0  # such searches since a step last went well
+        self._build: prompt.Build = prompt.from_template
         self._core: Core
 
     # ---- start and end
@@ -54,12 +55,14 @@ class AREngine:
         self._check_sampling()
         say("loading weights", 0.5)
         self._core = core.Core(self._spec, self._hidden)
+        self._build = prompt.builder(self._core.model_type)
         facts = self._spec.options.get("facts") or {}
         self._facts = prompt.fact_tokens(facts, self._core.tokenizer)
         say("warming up", 0.9)
         self._core.warm_up()
         log.info("stage %s: context of %d tokens, %s", self._spec.name, self.context, versions)
-        return Ports((), _OUTPUTS, sampling.PARAMS, 2 * self._core.slots)
+        takes = tuple(sorted(self._core.takes))
+        return Ports((), _OUTPUTS, sampling.PARAMS, 2 * self._core.slots, takes=takes)
 
     def _check_sampling(self) -> None:
         from omni_rt_workers.engines.vllm_ar import sampling
@@ -97,7 +100,9 @@ class AREngine:
     def add(self, task: Task) -> None:
         from omni_rt_workers.engines.vllm_ar import sampling
 
-        ids = prompt.token_ids(task.values, self._core.tokenizer)
+        asked = prompt.prompt_of(task.values, self._core.tokenizer, self._build)
+        rendered = self._core.render(asked)
+        ids = rendered["prompt_token_ids"]
         room = self.context - len(ids)
         if room < 1:
             raise BadRequest(
@@ -110,7 +115,7 @@ class AREngine:
         rows = "hidden" in task.emit
         params = sampling.sampling_params(task, self._core.sampling, room, rows=rows)
         name = str(next(self._numbers))
-        id = self._core.add(name, ids, params, -task.priority)
+        id = self._core.add(name, rendered, params, -task.priority)
         self._names[task] = name
         self._replies[name] = self._reply(task, id, len(ids))
 
