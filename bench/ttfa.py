@@ -235,8 +235,13 @@ async def first_sound_of_model(speaker: Speaker, rounds: int) -> dict[str, objec
 
 
 async def first_token_s(speaker: Speaker, at_once: int, audio: bool) -> tuple[float, float]:
-    """Of requests that come together, and of one more that comes while they go on: medians."""
+    """Of requests that come together, and of one more that comes while they go on: medians.
+
+    They come while another's prompt is worked on: so all of them get into the same next step.
+    """
     firsts: asyncio.Queue[float] = asyncio.Queue()
+    before = asyncio.create_task(listen(speaker, audio, until="text"))
+    await asyncio.sleep(THINKER_FIRST_S / 4)
     tasks = [asyncio.create_task(listen(speaker, audio, firsts=firsts)) for _ in range(at_once)]
     together = [await firsts.get() for _ in tasks]
     later = []
@@ -245,7 +250,7 @@ async def first_token_s(speaker: Speaker, at_once: int, audio: bool) -> tuple[fl
         later.append((await listen(speaker, audio, until="text")).text_s or 0.0)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(before, *tasks, return_exceptions=True)
     await rest()
     return p50(together), p50(later)
 
