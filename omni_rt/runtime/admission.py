@@ -15,7 +15,7 @@ from omni_rt.request import ChatMessage, Request, TextPart, kind_of
 from omni_rt.runtime.flow import Run
 from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor
-from omni_rt.wire.messages import Emit, ParamSpec, Ports, Transport
+from omni_rt.wire.messages import Emit, ParamProduct, ParamSpec, Ports, Transport
 
 # Characters of a request's text; no model reads more, and a message must fit a frame.
 _MAX_TEXT = 4_000_000
@@ -215,6 +215,9 @@ class Admission:
                         hint=nearest(name, specs[stage]),
                     )
                 check_value(specs[stage][name], value, where)
+        for stage in plan.stages:
+            for limit in self._ports(stage).products:
+                check_product(limit, self.params(request, stage))
 
     def _ports(self, stage: str) -> Ports:
         ports = self._stages[stage].ports
@@ -272,6 +275,19 @@ def check_value(spec: ParamSpec, value: Any, where: str) -> None:
     if spec.choices and value not in spec.choices:
         raise BadRequest(
             f"{where} cannot be {value!r}", param=where, hint=nearest(str(value), spec.choices)
+        )
+
+
+def check_product(limit: ParamProduct, params: Mapping[str, Any]) -> None:
+    """Raise `BadRequest` if the parameters, multiplied, are above the limit."""
+    values = [params.get(n, d) for n, d in zip(limit.names, limit.defaults, strict=True)]
+    if not all(isinstance(value, int | float) for value in values):
+        return  # of the wrong type, which is told by its name
+    if math.prod(values) > limit.maximum:
+        raise BadRequest(
+            f"{' x '.join(limit.names)} must be at most {limit.maximum:,.0f} {limit.about}, "
+            f"got {' x '.join(f'{value:g}' for value in values)}",
+            param=next((name for name in limit.names if name in params), limit.names[0]),
         )
 
 

@@ -183,6 +183,15 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     about: str = ""
 
 
+class ParamProduct(msgspec.Struct, frozen=True, array_like=True):
+    """A limit of several parameters multiplied, such as the pixels of a picture."""
+
+    names: tuple[str, ...]
+    defaults: tuple[float, ...]  # of those that a request leaves out; 0: not known, no check
+    maximum: float
+    about: str = ""
+
+
 class Ports(msgspec.Struct, frozen=True, array_like=True):
     """What a loaded engine takes and gives. Returned by `Engine.load`."""
 
@@ -192,6 +201,7 @@ class Ports(msgspec.Struct, frozen=True, array_like=True):
     slots: int  # requests that the engine works on at once
     notes: tuple[str, ...] = ()  # said to the user once: versions, fall-backs, chosen backends
     takes: tuple[str, ...] = ()  # of "image", "audio", "video": what messages may have beside text
+    products: tuple[ParamProduct, ...] = ()  # limits of parameters taken together
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):

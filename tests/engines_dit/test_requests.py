@@ -45,6 +45,14 @@ def no_collector() -> Any:
     gc.enable()
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that finds out by itself that its input is wrong."""
+    from omni_rt_workers.engines.diffusers_dit import limits
+
+    monkeypatch.setattr(limits, "check_embeddings", lambda *given: None)
+
+
 def test_the_seed_alone_decides_the_noise(engine: DiTEngine, out: RecordingOutbox) -> None:
     run(engine, ask("a", seed=1), ask("b", seed=1), ask("c", seed=2))
     first, second, third = (out.said[name].tensors["latents"] for name in "abc")
@@ -105,7 +113,7 @@ def test_memory_of_an_aborted_request_returns_without_the_collector(engine: DiTE
     assert live_tensors() == baseline
 
 
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("no_collector", "unchecked")
 @pytest.mark.parametrize("width", [tiny.CAPTION_DIM, tiny.CAPTION_DIM + 1])
 def test_memory_of_an_ended_request_returns_without_the_collector(
     engine: DiTEngine, out: RecordingOutbox, width: int
@@ -119,7 +127,9 @@ def test_memory_of_an_ended_request_returns_without_the_collector(
     assert (out.said["two"].error is None) == (width == tiny.CAPTION_DIM)
 
 
-def test_a_failing_request_fails_alone(engine: DiTEngine, out: RecordingOutbox) -> None:
+def test_a_failing_request_fails_alone(
+    engine: DiTEngine, out: RecordingOutbox, unchecked: None
+) -> None:
     run(engine, ask("alone", seed=1))
     bad = task("bad", {"prompt_embeds": torch.ones(6, tiny.CAPTION_DIM - 3)}, PARAMS)
     run(engine, ask("good", seed=1), bad, ask("late", seed=1), join_at=(0, 0, 2))

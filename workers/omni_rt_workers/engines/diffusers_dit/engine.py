@@ -58,14 +58,21 @@ class DiTEngine:
         say("importing diffusers", 0.0)
         import torch
 
-        from omni_rt_workers.engines.diffusers_dit import batch, params, shell
+        from omni_rt_workers.engines.diffusers_dit import batch, limits, params, shell
 
         torch.set_grad_enabled(False)
         say("loading weights", 0.3)
         pipeline = loading.load_pipeline(self._spec, where)
         self._weights_bytes = loading.weights_bytes(pipeline)
-        limits = {k: v for k, v in self._spec.options.items() if k in ("max_side", "max_steps")}
-        self._form = params.CallForm(self._spec.name, pipeline, params.Limits(**limits))
+        options = self._spec.options
+        most = {name: options[name] for name in loading.LIMITS if options.get(name) is not None}
+        self._form = params.CallForm(
+            self._spec.name,
+            pipeline,
+            limits.Limits(**most),
+            defaults=self._spec.sampling,
+            room=loading.room_bytes(self._spec, self._weights_bytes),
+        )
         self._check_sampling()
         self._shells = shell.Shells(pipeline)
         self._batch = batch.Batch()

@@ -13,7 +13,8 @@ from omni_rt.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
 
-_OPTIONS = ("diffusers", "threads", "memory_bytes", "max_side", "max_steps", "via")
+LIMITS = ("max_side", "max_steps", "max_frames", "max_pixels")
+_OPTIONS = ("diffusers", "threads", "memory_bytes", "via", *LIMITS)
 
 
 def check_options(spec: StageSpec) -> None:
@@ -83,6 +84,17 @@ def weights_bytes(pipeline: Any) -> int:
         for tensor in (*part.parameters(), *part.buffers())
     }
     return sum(tensors.values())
+
+
+def room_bytes(spec: StageSpec, weights: int) -> int | None:
+    """Bytes that requests may take: of what the stage was given, else of what the device has."""
+    if (limit := spec.options.get("memory_bytes")) is not None:
+        return int(limit) - weights
+    if spec.device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(spec.device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _dtype(spec: StageSpec, dtype: Any) -> Any:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from omni_rt.errors import BadRequest, ConfigError, nearest
-from omni_rt.wire.messages import ParamSpec, Ports, PortSpec
+from omni_rt.wire.messages import ParamProduct, ParamSpec, Ports, PortSpec
+from omni_rt_workers.engines.diffusers_dit import limits as bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_rt_workers.engine import Task
+    from omni_rt_workers.engines.diffusers_dit.limits import Limits
 
 # The engine gives these itself, or a request has no say in them.
 _OWN = ("self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt")
@@ -24,21 +25,25 @@ _OF_TEXT = ("max_sequence_length", "clip_skip", "clean_caption")
 _KINDS: tuple[Literal["str", "float", "int", "bool"], ...] = ("str", "float", "int", "bool")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Upper limits of request parameters, from the stage's options."""
-
-    max_side: int = 2048  # pixels
-    max_steps: int = 1000
-
-
 class CallForm:
     """Turns a request into the keyword arguments of one pipeline's `__call__`."""
 
-    def __init__(self, stage: str, pipeline: Any, limits: Limits) -> None:
+    def __init__(
+        self,
+        stage: str,
+        pipeline: Any,
+        limits: Limits,
+        *,
+        defaults: dict[str, Any] | None = None,
+        room: int | None = None,
+    ) -> None:
+        """`defaults`: the stage's own for parameters that a request leaves out. `room`: bytes of
+        memory beside the weights, if known."""
         self.stage = stage
         self._pipeline = pipeline
         self._limits = limits
+        self._defaults = defaults or {}
+        self._most_pixels = bounds.most_pixels(pipeline, limits, room)
         self._parameters = dict(inspect.signature(type(pipeline).__call__).parameters)
         self.reads_text = _has_part(pipeline, "text_encoder")
         self._tensor_inputs = _tensor_inputs(self._parameters)
@@ -58,7 +63,28 @@ class CallForm:
         inputs = [*self._tensor_inputs]
         if self.reads_text and "prompt" in self._parameters:
             inputs.insert(0, PortSpec("prompt", "text"))
-        return Ports(tuple(inputs), tuple(outputs), self.params, slots)
+        return Ports(tuple(inputs), tuple(outputs), self.params, slots, products=self._products())
+
+    def _products(self) -> tuple[ParamProduct, ...]:
+        """The limit of height x width x frames."""
+        names = [n for n in ("height", "width", "num_frames") if n in self._parameters]
+        if self._most_pixels is None or not names:
+            return ()
+        defaults = tuple(float(self._default(name) or 0) for name in names)
+        return (ParamProduct(tuple(names), defaults, float(self._most_pixels), "pixels"),)
+
+    def _default(self, name: str) -> Any:
+        """What a parameter is if nobody gives it; None if only the pipeline knows."""
+        value = self._defaults.get(name)
+        if value is None and name in self._parameters:
+            value = self._parameters[name].default
+        if value is None and name in ("height", "width"):
+            config = getattr(getattr(self._pipeline, "unet", None), "config", None)
+            side = getattr(self._pipeline, "default_sample_size", None)
+            side = getattr(config, "sample_size", None) if side is None else side
+            factor = getattr(self._pipeline, "vae_scale_factor", 8)
+            value = side * factor if isinstance(side, int) else None
+        return None if value is inspect.Parameter.empty else value
 
     def refuse_unknown(self, params: dict[str, Any]) -> None:
         """Raises `BadRequest` that names the first parameter this pipeline does not take."""
@@ -151,18 +177,6 @@ class CallForm:
         patch = patch[-1] if isinstance(patch, list | tuple) else patch
         return math.lcm(factor * patch, getattr(processor, "vae_scale_factor", 1))
 
-    def _positions(self, side: str) -> int | None:
-        """Pixels of the largest picture for which the model has a table of positions, if it has
-        one (`ZImageTransformer2DModel`: `axes_lens` are frames and text, rows, columns)."""
-        config = getattr(getattr(self._pipeline, "transformer", None), "config", None)
-        lens = getattr(config, "axes_lens", None)
-        patches = getattr(config, "all_patch_size", None)
-        if not lens or len(lens) != 3 or not patches:
-            return None
-        factor: int = getattr(self._pipeline, "vae_scale_factor", 8)
-        pixels: int = lens[1 if side == "height" else 2] * factor * patches[0]
-        return pixels
-
     @property
     def _takes_embeddings(self) -> bool:
         return "prompt_embeds" in self._parameters
@@ -217,6 +231,7 @@ class CallForm:
         `[batch, channels]` for pooled ones; a uint8 `[height, width, 3]` becomes a PIL picture.
         """
         whole = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        bounds.check_embeddings(self.stage, name, whole, self._pipeline)
         if "image" in name and whole.dtype is torch.uint8:
             from PIL import Image
 
@@ -243,8 +258,13 @@ class CallForm:
     def _param_spec(self, name: str, kind: Literal["str", "float", "int", "bool"]) -> ParamSpec:
         if name in ("height", "width"):
             step = self.multiple_of
-            top = min(self._limits.max_side, self._positions(name) or self._limits.max_side)
+            top = self._limits.max_side
+            top = min(top, bounds.longest_side(self._pipeline, name) or top)
             return ParamSpec(name, "int", step, top, multiple_of=step, about="pixels")
+        if name == "num_frames":
+            return ParamSpec(name, "int", 1, self._limits.max_frames, about="frames of the film")
+        if "guidance" in name and kind == "float":
+            return ParamSpec(name, "float", 0)
         if name == "num_inference_steps":
             return ParamSpec(name, "int", 1, self._limits.max_steps, about="denoise steps")
         return ParamSpec(name, kind)
