@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from omni_rt.errors import BadRequest
-from omni_rt.wire.messages import Emit, ParamSpec, StageSpec
+from omni_rt.wire.messages import Emit, ParamSpec, StageSpec, TextPiece
 from omni_rt_workers.engine import Outbox, Task
 from omni_rt_workers.engines.torch_module.engine import TorchEngine
 from omni_rt_workers.module import Job, Module, Outputs, Setup, Window
@@ -56,6 +56,9 @@ class Recorder(Outbox):
         self.metas: list[dict[str, Any] | None] = []
         self.ends: dict[Task, str | BaseException] = {}
         self.usage: dict[Task, dict[str, int]] = {}
+
+    def piece(self, task: Task, piece: TextPiece) -> None:
+        raise NotImplementedError
 
     def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
         raise NotImplementedError

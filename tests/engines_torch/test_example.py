@@ -14,7 +14,9 @@ from omni_rt.runtime.omni import AsyncOmni
 from tests.runtime.real import collect, done_of, text_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-BLOCKS = dict(re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL))
+BLOCKS = dict(
+    reversed(re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL))
+)  # the first of each
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,7 @@ def test_voice_and_seed_are_heard(desk: Desk) -> None:
 
 def test_more_than_the_model_has_positions_for(folder: Path, model: Any) -> None:
     """transformers refuses it; here it is cut, into windows that are far shorter."""
-    desk = Desk(MODULE, model=str(folder), first=20, chunk=20, whole=20)
+    desk = Desk(MODULE, model=str(folder), whole=20)
     codes = tiny.codes(1100)  # 2200 frames: the model has 2048 positions
     task = speak(desk, codes, None, 5, "Chelsie")
     desk.run()

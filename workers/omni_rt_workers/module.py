@@ -46,7 +46,7 @@ class Window:
     chunk: int
     left: int = 0
     right: int = 0
-    whole: int | None = None  # rows from which on an input that is not streamed is cut as well
+    whole: int | None = None  # rows of a piece of an input that is not streamed; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class Cutter:
     def _stop(self) -> int:
         """Row at which the next piece ends if the input is long enough."""
         window = self._window
-        if not self.streamed and (window.whole is None or self._arrived <= window.whole):
-            return self._arrived
+        if not self.streamed:
+            return self._arrived if window.whole is None else self._at + window.whole
         return self._at + (window.chunk if self._at else window.first)
 
     def _drop(self, base: int) -> None:

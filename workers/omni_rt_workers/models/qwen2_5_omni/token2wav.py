@@ -6,11 +6,11 @@
 
 Options, in blocks of the DiT's attention (`block_size` mel frames: 0.24 s): `first` (2) of the
 first piece of a stream, `chunk` (2) of every further one, `ahead` (2) that are looked at after
-each, and `whole` (125): what is not streamed and is longer is cut as well. And of the solver
-`num_steps` (10), `guidance_scale` (0.5) and `sway_coefficient` (-1).
+each, and `whole` (50) of a piece of what is not streamed. And of the solver `num_steps` (10),
+`guidance_scale` (0.5) and `sway_coefficient` (-1).
 
-What is not streamed is what transformers gives. A stream differs from it by what lies more than
-`ahead` blocks after a piece: see docs/engines.md.
+What comes in one piece is what transformers gives. Of several pieces each differs from it by what
+lies more than `ahead` blocks after it: see docs/engines.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: int = 2
     chunk: int = 2
     ahead: int = 2
-    whole: int = 125  # 30 s
+    whole: int = 50  # 12 s; attention takes the square of it
     num_steps: int = 10
     guidance_scale: float = 0.5
     sway_coefficient: float = -1.0
