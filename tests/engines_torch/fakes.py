@@ -237,6 +237,15 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+class Lost(Module):
+    """Its device has been lost."""
+
+    outputs = {"out": "tensor"}
+
+    def step(self, jobs: Sequence[Job]) -> Sequence[Outputs | None]:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
 class Odd(Module):
     """Gives what it does not declare."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
+from omni_rt_workers.engine import EngineBroken
 from tests.engines_torch.fakes import RATE, Desk, Fed, Sums
 
 HERE = "tests.engines_torch.fakes"
@@ -203,6 +204,14 @@ def test_sound_for_another_stage_stays_floats() -> None:
     task = desk.add()
     desk.run()
     assert desk.got(task).dtype == torch.float32
+
+
+def test_a_lost_device_ends_the_worker() -> None:
+    desk = Desk(f"{HERE}:Lost")
+    desk.add()
+    desk.add()
+    with pytest.raises(EngineBroken, match="device-side assert"):
+        desk.run()
 
 
 def test_an_undeclared_output_is_the_modules_fault() -> None:

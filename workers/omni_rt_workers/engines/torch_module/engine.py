@@ -11,7 +11,7 @@ from torch import nn
 
 from omni_rt.errors import StageFailed, nearest
 from omni_rt.wire.messages import Ports, PortSpec, StageSpec
-from omni_rt_workers.engine import Engine, Outbox, Say, Task
+from omni_rt_workers.engine import Engine, EngineBroken, Outbox, Say, Task
 from omni_rt_workers.engines.torch_module.cut import Cutter
 from omni_rt_workers.engines.torch_module.loading import load_module
 from omni_rt_workers.media import pcm16
@@ -178,7 +178,8 @@ class TorchEngine(Engine):
         return results
 
     def _apart(self, group: Sequence[_Work], error: Exception) -> None:
-        """A step failed: find out whose fault it was."""
+        """A step failed: find out whose fault it was. Raises `EngineBroken` for a lost device."""
+        _check_device(error)
         if len(group) == 1:
             self._fail(group[0], error)
             return
@@ -187,6 +188,7 @@ class TorchEngine(Engine):
             try:
                 (result,) = self._run([work])
             except Exception as own:
+                _check_device(own)
                 self._fail(work, own)
             else:
                 self._give(work, result)
@@ -226,3 +228,9 @@ class TorchEngine(Engine):
     def _fail(self, work: _Work, error: Exception) -> None:
         self._works.pop(work.task, None)
         self._out.fail(work.task, error)
+
+
+def _check_device(error: Exception) -> None:
+    """After an error of its own, not for want of memory, a device does nothing more for us."""
+    if isinstance(error, torch.AcceleratorError | EngineBroken):
+        raise EngineBroken(f"the device cannot be used any more: {error}") from error
