@@ -424,6 +424,7 @@ class Core:
             self.admission.params(flow.request, run.stage),
             self.admission.emits(flow.plan, run.stage),
             flow.request.priority,
+            flow.deadline,
         )
         fx.to(identity).append(message)
         for name in open_ports:

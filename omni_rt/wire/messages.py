@@ -53,6 +53,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     params: dict[str, Any]  # checked against the stage's `ParamSpec`s by main
     emit: tuple[Emit, ...]
     priority: int  # higher first
+    deadline: float | None = None  # on the machine's monotonic clock; main keeps it as well
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed", array_like=True):

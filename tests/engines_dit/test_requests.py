@@ -210,6 +210,59 @@ def test_higher_priority_starts_first_and_slots_are_kept(
     engine.close()
 
 
+def test_an_exact_request_runs_apart_and_equals_itself_alone(
+    engine: DiTEngine, out: RecordingOutbox
+) -> None:
+    run(engine, ask("alone", seed=1))
+    joined = engine.counts.joined
+    run(engine, ask("exact", seed=1, params={"exact": True}), ask("other", seed=2))
+    assert engine.counts.joined == joined
+    alone = out.said["alone"].tensors["latents"]
+    assert torch.equal(out.said["exact"].tensors["latents"], alone)
+    run(engine, ask("not", seed=1, params={"exact": False}), ask("other2", seed=2))
+    assert engine.counts.joined == joined + 4
+
+
+def test_a_short_request_overtakes_a_long_one_of_another_size(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    """With one place in a step; by first come, first served it comes last."""
+    for policy in ("fair", "first_come"):
+        engine = loaded(stage(folders["zimage"], max_batch=1, policy=policy), out)
+        long = ask(f"{policy} long", params={"num_inference_steps": 30, "height": 64})
+        short = ask(f"{policy} short", params={"num_inference_steps": 2})
+        engine.add(long)
+        for _ in range(3):
+            engine.step()
+        engine.add(short)
+        while not out.said[short.request].ended:
+            engine.step()
+        assert out.said[long.request].ended == (policy == "first_come")
+        engine.close()
+
+
+def test_a_step_holds_at_most_max_batch_requests_of_all_in_work(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    engine = loaded(stage(folders["zimage"], max_batch=2, slots=5), out)
+    names = [f"r{n}" for n in range(6)]
+    for n, name in enumerate(names):
+        engine.add(ask(name, seed=n))
+    engine.step()
+    assert engine.working == 5
+    run(engine)
+    assert engine.counts.widest == 2
+    run(engine, ask("alone", seed=5))
+    alone = out.said["alone"].tensors["latents"]
+    assert difference(out.said["r5"].tensors["latents"], alone) <= 1e-5
+    engine.close()
+
+
+def test_an_unknown_policy_stops_the_start(folders: dict[str, str], out: RecordingOutbox) -> None:
+    with pytest.raises(ConfigError, match="no policy 'fare'.*did you mean 'fair'"):
+        loaded(stage(folders["zimage"], policy="fare"), out)
+
+
 def test_grad_mode_stays_off_even_if_another_engine_turns_it_on(
     engine: DiTEngine, out: RecordingOutbox
 ) -> None:
@@ -303,6 +356,7 @@ def test_ports_are_those_of_the_signature(folders: dict[str, str], out: Recordin
         "guidance_scale",
         "cfg_normalization",
         "cfg_truncation",
+        "exact",
         "seed",
     }
     assert (params["height"].minimum, params["height"].maximum) == (4, 128)

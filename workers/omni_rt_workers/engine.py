@@ -44,6 +44,7 @@ class Task:
     priority: int
     held: bool = False  # set by the outbox: its output finds no room, do not step this task now
     state: Any = None  # the engine's own
+    deadline: float | None = None  # on `time.monotonic`; main ends the request then
 
 
 class Inputs(Protocol):

@@ -163,6 +163,7 @@ class Loop:
             params,
             emits(message.emit),
             message.priority,
+            deadline=message.deadline,
         )
         old = stage.tasks.get(message.request)
         if old is not None:  # a retry overtook the abort of its first attempt

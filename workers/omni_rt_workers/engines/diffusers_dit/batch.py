@@ -1,4 +1,4 @@
-"""One tick: parked calls that fit are joined, each group runs its module once, all are resumed.
+"""Parked calls that fit are joined, each group runs its module once, all are resumed.
 
 A joined run is never trusted blindly. The first of each structure is run both ways and compared;
 a structure that differs, or that fails where its members alone do not, runs alone from then on.
@@ -36,7 +36,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class Counts:
     """Since the start, warm-up included."""
 
-    ticks: int = 0
     calls: int = 0  # calls that fibres made
     runs: int = 0  # times that a module was run for them
     joined: int = 0  # of these, runs for more than one call
@@ -51,10 +50,27 @@ class Failure:
 
 
 @dataclass(eq=False, slots=True)
-class _Parked:
+class Parked:
+    """A fibre and the call that it waits for."""
+
     fibre: Fibre
     call: Call
-    layout: Layout | None  # None: cannot be joined
+    layout: Layout | None  # None: is not to be joined
+    looked: bool  # False: nobody has asked yet what it could be joined with
+
+    @property
+    def group(self) -> Hashable:
+        """Calls of equal group can be run as one."""
+        return self.layout.key if self.layout else id(self)
+
+    @property
+    def shape(self) -> Hashable:
+        """Calls of equal shape and rows take equally long."""
+        return self.layout.key if self.layout else self.call.component
+
+    @property
+    def rows(self) -> int:
+        return self.layout.rows if self.layout else 1
 
 
 class Batch:
@@ -63,28 +79,40 @@ class Batch:
         self._joins: dict[Hashable, bool] = {}  # by structure: whether joining it is right
         self._digests = Digests()
 
-    def tick(self, fibres: Sequence[Fibre]) -> None:
-        """Serve the parked call of each fibre once. A failing call fails its own fibre alone."""
-        self.counts.ticks += 1
-        torch.set_grad_enabled(False)  # another engine on this thread may have turned it on
-        for group in self._groups(fibres):
-            outcomes = self._run(group)
-            for member, outcome in zip(group, outcomes, strict=True):
-                if isinstance(outcome, Failure):
-                    member.fibre.fail(outcome.error)
-                else:
-                    member.fibre.resume(outcome)
+    def parked(self, fibre: Fibre, *, looked: bool = True, alone: bool = False) -> Parked:
+        """The call that `fibre` waits for. `alone`: it is not to be joined."""
+        call = fibre.parked
+        assert call is not None
+        return Parked(fibre, call, self._layout(call) if looked and not alone else None, looked)
 
-    def _groups(self, fibres: Sequence[Fibre]) -> list[list[_Parked]]:
-        calls = [(fibre, fibre.parked) for fibre in fibres if fibre.parked]
-        if len(calls) == 1:
-            return [[_Parked(*calls[0], None)]]
-        groups: dict[Hashable, list[_Parked]] = {}
-        for fibre, call in calls:
-            parked = _Parked(fibre, call, self._layout(call))
-            key: Hashable = parked.layout.key if parked.layout else id(parked)
-            groups.setdefault(key, []).append(parked)
-        return list(groups.values())
+    def tick(self, fibres: Sequence[Fibre]) -> None:
+        """Serve the parked call of each fibre once."""
+        groups: dict[Hashable, list[Parked]] = {}
+        for fibre in fibres:
+            if fibre.parked:
+                parked = self.parked(fibre)
+                groups.setdefault(parked.group, []).append(parked)
+        for group in groups.values():
+            self.serve(group)
+
+    def serve(self, group: Sequence[Parked]) -> bool:
+        """Run calls of one group as one. A failing call fails its own fibre alone.
+
+        Returns whether that was a usual run, whose time tells how long others will take.
+        """
+        torch.set_grad_enabled(False)  # another engine on this thread may have turned it on
+        runs = self.counts.runs
+        outcomes = self._run(list(group))
+        usual = self.counts.runs == runs + 1
+        for member in group:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Failure):
+                member.fibre.fail(outcome.error)
+                usual = False
+            else:
+                member.fibre.resume(outcome)
+        del outcome  # a failure's traceback refers to this frame: no cycle is left behind
+        return usual
 
     def _layout(self, call: Call) -> Layout | None:
         try:
@@ -93,12 +121,14 @@ class Batch:
             return None
         return found if self._joins.get(found.structure, True) else None
 
-    def _run(self, group: list[_Parked]) -> list[Any]:
+    def _run(self, group: list[Parked]) -> list[Any]:
         self.counts.calls += len(group)
         calls = [member.call for member in group]
         layouts = [member.layout for member in group if member.layout]
         if len(group) == 1:
             return [self._alone(calls[0])]
+        if self._joins.get(layouts[0].structure) is False:  # found out since they were looked at
+            return [self._alone(call) for call in calls]
         if layouts[0].structure not in self._joins:
             return self._probe(calls, layouts)
         try:

@@ -1,28 +1,35 @@
-"""The engine: takes requests in, gives each a fibre, ticks them, and gives their pictures out."""
+"""The engine: takes requests in, gives each a fibre, steps them, and gives their pictures out."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
+import time
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omni_rt import errors
 from omni_rt_workers import media
-from omni_rt_workers.engines.diffusers_dit import guard, loading
+from omni_rt_workers.engines.diffusers_dit import guard, loading, scheduler
+from omni_rt_workers.engines.diffusers_dit.scheduler import Waiting
+from omni_rt_workers.engines.diffusers_dit.timing import DeviceTimer
 
 if TYPE_CHECKING:
     import torch
 
     from omni_rt.wire.messages import Ports, StageSpec
     from omni_rt_workers.engine import Outbox, Say, Task
-    from omni_rt_workers.engines.diffusers_dit.batch import Batch, Counts
+    from omni_rt_workers.engines.diffusers_dit.batch import Batch, Counts, Parked
     from omni_rt_workers.engines.diffusers_dit.fibre import Fibre
     from omni_rt_workers.engines.diffusers_dit.params import CallForm
     from omni_rt_workers.engines.diffusers_dit.shell import Shells
 
 log = logging.getLogger(__name__)
+
+# Requests in work for each place in a step, so that a short one need not wait for a long one's end.
+_SLOTS_PER_PLACE = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -32,14 +39,26 @@ class Painting:
     task: Task
     seed: int
     fibre: Fibre
+    exact: bool  # never run together with others
+    expected: int  # steps that it asks for
     steps: int = 0  # denoise steps done
     total: int = 0  # of these in all; known after the first
     latents: torch.Tensor | None = None  # of the last step, if wanted along with the picture
     gave_latents: bool = False
+    parked: Parked | None = None  # what its fibre waits for, once it has been looked at
+
+    @property
+    def left(self) -> int:
+        """Steps still to do, the one it waits for included."""
+        return max(1, (self.total or self.expected) - self.steps)
 
 
 class DiTEngine:
-    """Up to `max_batch` requests are in work at once; others wait, higher priority first."""
+    """Several requests are in work at once. A policy decides which of them make the next step.
+
+    The stage's `max_batch` bounds the requests of a step, `slots` those in work; others wait,
+    higher priority first.
+    """
 
     def __init__(self, spec: StageSpec, out: Outbox) -> None:
         self._spec = spec
@@ -47,12 +66,18 @@ class DiTEngine:
         self._waiting: list[Task] = []
         self._paintings: list[Painting] = []
         self._weights_bytes = 0
+        self._arrivals = itertools.count()
+        self._slots = spec.options.get("slots") or _SLOTS_PER_PLACE * spec.max_batch
+        self._timer = DeviceTimer(spec.device)
+        self._policy: scheduler.Policy
         self._form: CallForm
         self._shells: Shells
         self._batch: Batch
 
     def load(self, say: Say) -> Ports:
         loading.check_options(self._spec)
+        name = self._spec.options.get("policy") or "fair"
+        self._policy = scheduler.find(name, self._spec.name)(self._spec.max_batch)
         where = loading.source(self._spec)
         notes = guard.check(self._spec.name)
         say("importing diffusers", 0.0)
@@ -79,17 +104,23 @@ class DiTEngine:
         say("warming up", 0.8)
         self._warm_up()
         log.info("%s: %s", type(pipeline).__name__, ", ".join(notes))
-        return self._form.ports(self._spec.max_batch)
+        return self._form.ports(self._slots)
 
     @property
     def counts(self) -> Counts:
         return self._batch.counts
+
+    @property
+    def working(self) -> int:
+        """Requests that have been started and not ended."""
+        return len(self._paintings)
 
     def memory(self) -> dict[str, int]:
         return {"weights": self._weights_bytes}
 
     def add(self, task: Task) -> None:
         self._form.refuse_unknown(task.params)
+        task.state = next(self._arrivals)
         self._waiting.append(task)
         self._waiting.sort(key=lambda one: -one.priority)
 
@@ -110,11 +141,50 @@ class DiTEngine:
     def step(self) -> None:
         for task in self._startable():
             self._start(task)
+        self._timer.tell_finished()
         active = [one for one in self._paintings if not one.task.held]
-        self._batch.tick([one.fibre for one in active])
+        for group, waiting in self._chosen([one for one in active if one.fibre.parked]):
+            self._serve(group, waiting)
         for painting in active:
             if painting.fibre.dead:
                 self._conclude(painting)
+
+    def _chosen(self, paintings: list[Painting]) -> list[tuple[list[Painting], list[Waiting]]]:
+        """What the policy wants in this step."""
+        if not paintings:
+            return []
+        only = len(paintings) == 1
+        waiting = {self._waiting_call(one, only): one for one in paintings}
+        chosen = self._policy.schedule(list(waiting), time.monotonic())
+        return [([waiting[call] for call in group], group) for group in chosen]
+
+    def _waiting_call(self, painting: Painting, only: bool) -> Waiting:
+        task, parked = painting.task, painting.parked
+        if parked is None or not (parked.looked or only):
+            looked = not only  # with nothing to join it with there is no need to
+            parked = self._batch.parked(painting.fibre, looked=looked, alone=painting.exact)
+            painting.parked = parked
+        return Waiting(
+            task.state,
+            parked.group,
+            parked.shape,
+            parked.rows,
+            task.priority,
+            painting.left,
+            task.deadline,
+        )
+
+    def _serve(self, group: list[Painting], waiting: list[Waiting]) -> None:
+        parked = [one.parked for one in group if one.parked]
+        for painting in group:
+            painting.parked = None
+        usual = True
+
+        def tell(seconds: float) -> None:
+            self._policy.ran(waiting, seconds, usual=usual)
+
+        with self._timer.timed(tell):
+            usual = self._batch.serve(parked)
 
     def close(self) -> None:
         for task in [*self._waiting, *(one.task for one in self._paintings)]:
@@ -135,7 +205,7 @@ class DiTEngine:
             ) from None
 
     def _startable(self) -> list[Task]:
-        room = self._spec.max_batch - len(self._paintings)
+        room = self._slots - len(self._paintings)
         ready = [task for task in self._waiting if not task.held and self._complete(task)]
         return ready[:room]
 
@@ -159,7 +229,9 @@ class DiTEngine:
         if {"image", "latents"} <= task.emit.keys():
             self._form.watch_latents(arguments, lambda latents: self._saw(painting, latents))
         fibre = self._shells.fibre(arguments, lambda shell: self._stepped(painting, shell))
-        painting = Painting(task, seed, fibre)
+        exact = bool(task.params.get("exact"))
+        expected = self._form.steps(task.params)
+        painting = Painting(task, seed, fibre, exact, expected)
         return painting
 
     def _stepped(self, painting: Painting, shell: Any) -> None:

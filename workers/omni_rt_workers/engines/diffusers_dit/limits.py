@@ -48,7 +48,7 @@ def longest_side(pipeline: Any, side: str) -> int | None:
     """Pixels of the largest `side` ("height" or "width") that the model has positions for, if it
     has a table of them."""
     model = getattr(pipeline, "transformer", None)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     factor = int(getattr(pipeline, "vae_scale_factor", 8))
     row = 1 if side == "height" else 2
     if model is None:

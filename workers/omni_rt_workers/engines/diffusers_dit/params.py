@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # The engine gives these itself, or a request has no say in them.
 _OWN = ("self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt")
+_ENGINES = ("seed", "exact")  # parameters that the engine has beside the pipeline's
 _OF_TEXT = ("max_sequence_length", "clip_skip", "clean_caption")
 _KINDS: tuple[Literal["str", "float", "int", "bool"], ...] = ("str", "float", "int", "bool")
 
@@ -98,12 +99,17 @@ class CallForm:
                     hint=nearest(name, valid),
                 )
 
+    def steps(self, params: dict[str, Any]) -> int:
+        """Denoise steps that a request asks for."""
+        asked = params.get("num_inference_steps") or self._default("num_inference_steps")
+        return int(asked or 1)
+
     def arguments(self, task: Task, seed: int) -> dict[str, Any]:
         """The keyword arguments for `task`. Raises `BadRequest` if something needed is missing."""
         arguments = {
             name: value
             for name, value in task.params.items()
-            if name != "seed" and value is not None
+            if name not in _ENGINES and value is not None
         }
         for port in self._tensor_inputs:
             if chunks := task.inputs.tensors(port.name):
@@ -252,6 +258,7 @@ class CallForm:
                 continue
             if kind := _scalar(parameter):
                 specs.append(self._param_spec(name, kind))
+        specs.append(ParamSpec("exact", "bool", about="never computed together with others"))
         seed = ParamSpec("seed", "int", minimum=0, maximum=2**63 - 1, about="of the noise")
         return [*specs, seed] if "generator" in self._parameters else specs
 
