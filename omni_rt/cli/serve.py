@@ -28,8 +28,9 @@ def serve_command(config: Path | None, host: str, port: int) -> int:
 
         def greet(status: Status) -> None:
             if status.state == "ready":
-                for edge, transport in omni.transports().items():
-                    print(f"omni-rt: {edge} crosses by {transport}", file=sys.stderr)
+                for name, edge in status.edges.items():
+                    shown = f"{name} crosses by {edge.transport}: {edge.about}"
+                    print(f"omni-rt: {shown}", file=sys.stderr)
                 _greet(url, pipeline.name)
                 unwatch()
 

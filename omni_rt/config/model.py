@@ -116,6 +116,7 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     max_batch: Count = 8
     queue: CountOrZero = 64  # requests that may wait before `Overloaded`
     arena: Size = "256MiB"  # shared memory the stage's process writes its outputs to
+    pool: Size | None = "128MiB"  # the same on its device, for stages on devices; none: no pool
     sampling: dict[str, Any] = {}  # default request parameters
     steps: Count | None = None  # diffusers: short for sampling.num_inference_steps
     hidden: HiddenConfig | None = None  # AR engines

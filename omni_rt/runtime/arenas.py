@@ -1,4 +1,4 @@
-"""Which worker writes which arena, who has mapped it, and when it can go."""
+"""Which worker writes which arena and pool, who has mapped it, and when it can go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from omni_rt.wire.tensors import Block
 
 
 class Arenas:
-    """The arenas of all workers. One whose writer has died goes with its last lease."""
+    """The arenas and device pools of all workers: both have ids from one range of numbers. One
+    whose writer has died goes with its last lease."""
 
     def __init__(self, ledger: Ledger, supervisor: Supervisor) -> None:
         self._ledger = ledger
@@ -28,11 +29,16 @@ class Arenas:
         worker.arena = next(self._next)
         self._sizes[worker.arena] = size_bytes
         self._owner[worker.arena] = worker.identity
+        worker.pool = 0
+        if worker.readers:
+            worker.pool = next(self._next)
+            self._owner[worker.pool] = worker.identity
 
     def retire(self, worker: Worker) -> None:
         """The worker is gone; what others still read stays."""
-        self._owner.pop(worker.arena, None)
-        self._retired.add(worker.arena)
+        for memory in (worker.arena, worker.pool):
+            if self._owner.pop(memory, None):
+                self._retired.add(memory)
 
     def free(self, fx: Effects, keys: Iterable[BlockKey]) -> None:
         """Tell the producers of blocks that nobody holds any more."""
@@ -50,18 +56,22 @@ class Arenas:
         if ref is None:
             return
         self._ledger.lend(key_of(ref), identity)
-        if isinstance(ref, Block):
-            worker = self._supervisor.find(identity)
-            if worker and ref.arena != worker.arena and ref.arena not in worker.attached:
-                worker.attached.add(ref.arena)
-                fx.to(identity).append(Attach(ref.arena, self._sizes[ref.arena]))
+        worker = self._supervisor.find(identity)
+        if worker and isinstance(ref, Block):  # a pool has been handed over by `Links`
+            self.attach(fx, worker, ref.arena)
+
+    def attach(self, fx: Effects, worker: Worker, arena: int) -> None:
+        """Have the worker map an arena, unless it has, or writes it."""
+        if arena != worker.arena and arena not in worker.attached:
+            worker.attached.add(arena)
+            fx.to(worker.identity).append(Attach(arena, self._sizes[arena]))
 
     def close_retired(self, fx: Effects) -> None:
-        """Let go of the arenas of dead workers in which nothing is lent any more."""
+        """Let go of the memory of dead workers in which nothing is lent any more."""
         for arena in [a for a in self._retired if not self._ledger.busy(a)]:
             self._retired.discard(arena)
-            self._sizes.pop(arena, None)
-            fx.close_arenas.append(arena)
+            if self._sizes.pop(arena, None):
+                fx.close_arenas.append(arena)
             for worker in self._supervisor.workers:
                 if arena in worker.attached:
                     worker.attached.discard(arena)

@@ -18,7 +18,6 @@ from omni_rt.errors import (
     OmniError,
     Overloaded,
     ProtocolError,
-    StageFailed,
     StageUnavailable,
     from_wire,
 )
@@ -29,8 +28,10 @@ from omni_rt.runtime.arenas import Arenas
 from omni_rt.runtime.effects import Delivery, Effects
 from omni_rt.runtime.flow import Flow, Run, RunState, startable, streams
 from omni_rt.runtime.ledger import BlockKey, Ledger, key_of, leased
+from omni_rt.runtime.links import Links
 from omni_rt.runtime.pace import Pace
 from omni_rt.runtime.pressure import Pressure
+from omni_rt.runtime.recovery import Recovery
 from omni_rt.runtime.stage import Stage
 from omni_rt.runtime.supervisor import Supervisor, Worker
 from omni_rt.wire.messages import (
@@ -43,8 +44,11 @@ from omni_rt.wire.messages import (
     Finished,
     Hello,
     Loading,
+    Offered,
+    OnDevice,
     Ping,
     Pong,
+    Probed,
     Ready,
     Released,
     Stalled,
@@ -54,12 +58,8 @@ from omni_rt.wire.messages import (
     TextPiece,
     ToMain,
 )
-from omni_rt.wire.tensors import Local
 
 log = logging.getLogger(__name__)
-
-# Workers that may die under one request before it is taken for the cause and failed.
-_MAX_DEATHS = 2
 
 _COUNTERS = (
     "accepted",
@@ -92,7 +92,17 @@ class Core:
         self.admission = Admission(config, graph, self.stages, self.supervisor)
         self.pace = Pace(config, self.stages)
         self.arenas = Arenas(self.ledger, self.supervisor)
-        self.pressure = Pressure(self.flows, self.ledger, self.supervisor)
+        self.links = Links(config, graph, self.supervisor.workers, self.arenas)
+        self.pressure = Pressure(self.flows, self.ledger)
+        self.recovery = Recovery(
+            self.flows,
+            self.stages,
+            self.ledger,
+            self.arenas,
+            self.counters,
+            self._queue,
+            self._end,
+        )
         self._order = itertools.count()
         self._deadlines: list[tuple[float, str]] = []
         self._ping = itertools.count(1)
@@ -119,9 +129,10 @@ class Core:
         for name in worker.stages:
             self.stages[name].lost(identity)
         self.pressure.lost(worker.stages)
+        self.links.ended(fx, worker)  # first: nobody waits for the dead one's reads any more
         self.arenas.free(fx, self.ledger.drop(identity))
         self.arenas.retire(worker)
-        self._retry_lost(fx, worker, identity, now)
+        self.recovery.died(fx, worker, identity)
         if worker.down:
             self._fail_stranded(fx, now)
         self.arenas.close_retired(fx)
@@ -243,7 +254,7 @@ class Core:
                 self.arenas.free(fx, freed)
             case Stalled():
                 if message.request in self.flows:
-                    self.pressure.stalled(message.stage, message.request, message.port, now)
+                    self.pressure.stalled(message, now)
             case Pong():
                 worker.counters = message.counters
             case Loading():
@@ -253,6 +264,13 @@ class Core:
                 self._on_ready(fx, worker, message)
             case Hello():
                 self._on_hello(fx, worker, message)
+            case OnDevice():
+                self.links.on_device(worker, message)
+            case Offered():
+                self.links.offered(worker, message)
+            case Probed():
+                self.links.probed(worker, message)
+                fx.status_changed = True
             case Crashed():
                 worker.error = f"stage {message.stage}: {message.message}"
                 log.error("stage %s crashed: %s", message.stage, message.message)
@@ -280,10 +298,7 @@ class Core:
         for note in message.ports.notes:
             log.info("stage %s: %s", message.stage, note)
         if self.supervisor.loaded(worker, message.stage):
-            for name in worker.stages:
-                for replica in self.stages[name].replicas:
-                    if replica.slot == worker.slot:
-                        replica.identity = worker.identity
+            self.links.started(worker)
 
     def _on_step(self, fx: Effects, worker: Worker, step: Step, now: float) -> None:
         stalled = bool(self.pressure)
@@ -388,10 +403,14 @@ class Core:
         stage = self.stages[run.stage]
         stage.discard(flow.id)
         stage.members.discard(flow.id)
-        self._give_up(fx, flow, run)
+        self.recovery.give_up(fx, flow, run)
 
-    def _unkeep(self, fx: Effects, flow: Flow, keys: list[BlockKey]) -> None:
-        self.arenas.free(fx, [key for key in keys if self.ledger.release(key, flow.id)])
+    def _open(self, worker: Worker) -> None:
+        """The worker has loaded and can be given work."""
+        for name in worker.stages:
+            for replica in self.stages[name].replicas:
+                if replica.slot == worker.slot:
+                    replica.identity = worker.identity
 
     def _dispatch(self, fx: Effects) -> None:
         """Give waiting requests to replicas that have room."""
@@ -422,7 +441,9 @@ class Core:
             whole,
             open_ports,
             self.admission.params(flow.request, run.stage),
-            self.admission.emits(flow.plan, run.stage),
+            self.links.carry(
+                flow.plan, run.stage, identity, self.admission.emits(flow.plan, run.stage)
+            ),
             flow.request.priority,
             flow.deadline,
         )
@@ -442,7 +463,7 @@ class Core:
             port.sent += 1
             port.told_end = last
         if port.keeps_in_vain:
-            self._unkeep(fx, flow, [key_of(ref) for ref in port.kept()])
+            self.recovery.unkeep(fx, flow, list(port.kept()))
             port.given_up = port.sent
         if port.ended and not port.told_end:
             out.append(Feed(run.stage, flow.id, run.attempt, name, port.sent, None, last=True))
@@ -469,55 +490,6 @@ class Core:
         done = Done(reason, flow.usage(), flow.seed, *times)  # type: ignore[arg-type]
         fx.deliver.append(Delivery(flow.id, "", error or done))
 
-    # ---- deaths
-
-    def _retry_lost(self, fx: Effects, worker: Worker, identity: str, now: float) -> None:
-        for flow in list(self.flows.values()):
-            lost = {
-                run.stage
-                for run in flow.runs.values()
-                if (run.state is RunState.RUNNING and run.identity == identity)
-                or (not run.over and _lost_local(run, worker.arena))
-            }
-            if not lost:
-                continue
-            flow.deaths += 1
-            for run in flow.runs.values():
-                if _lost_local(run, worker.arena):
-                    self._give_up(fx, flow, run)
-            again = flow.redo(lost)
-            if again is None or flow.deaths > _MAX_DEATHS:
-                stage = sorted(lost)[0]
-                self._end(fx, flow, _death_error(flow, stage, worker, again is None))
-            else:
-                self.counters["retried"] += 1
-                self._redo(fx, flow, again)
-
-    def _redo(self, fx: Effects, flow: Flow, again: set[str]) -> None:
-        queued = [run for run in flow.runs.values() if run.state is RunState.QUEUED]
-        for run in flow.runs.values():
-            stage = self.stages[run.stage]
-            if run.stage in again:
-                if run.state is RunState.RUNNING:  # aborting in a dead worker does nothing
-                    fx.to(run.identity).append(Abort(run.stage, flow.id, run.attempt))
-                stage.discard(flow.id)
-                stage.members.add(flow.id)
-        dropped = flow.reset(again)
-        self._unkeep(fx, flow, [key_of(ref) for ref in dropped])
-        for run in queued:
-            if run.state is RunState.WAITING:
-                self.stages[run.stage].discard(flow.id)
-        for run in flow.runs.values():
-            if run.state is RunState.WAITING and startable(run):
-                self._queue(flow, run)
-
-    def _give_up(self, fx: Effects, flow: Flow, run: Run) -> None:
-        """Keep a run's inputs no longer: a redo starts further upstream."""
-        self._unkeep(fx, flow, [key_of(ref) for ref in run.kept()])
-        for port in run.inputs.values():
-            if any(leased(piece) for piece in port.pieces):
-                port.given_up = len(port.pieces)
-
     def _fail_stranded(self, fx: Effects, now: float) -> None:
         """Requests that need a stage that is down, or away for too long, end at once."""
         for flow in list(self.flows.values()):
@@ -533,13 +505,17 @@ class Core:
         for arenas in list(self.pressure.arenas()):
             if kept := self.pressure.kept_only(arenas):
                 self.counters["given_up"] += 1
-                self._give_up(fx, *kept)
+                self.recovery.give_up(fx, *kept)
             elif preempted := self.pressure.to_preempt(arenas):
                 self.counters["given_up"] += 1
-                self._redo(fx, *preempted)
+                self.recovery.redo(fx, *preempted)
 
     def _settled(self, fx: Effects, now: float) -> Effects:
         """After every event: queues move as far as they can."""
+        for link in self.links.take_broken():
+            self.recovery.unreadable(fx, link)
+        for worker in self.links.to_open(fx):
+            self._open(worker)
         if self.pressure:
             self._relieve(fx)
         for request_id in self.pace.let_in():
@@ -553,21 +529,3 @@ class Core:
 def client_of(request_id: str) -> str:
     """The holder of blocks that were delivered to a request's client."""
     return f"client:{request_id}"
-
-
-def _lost_local(run: Run, arena: int) -> bool:
-    return any(
-        isinstance(piece, Local) and piece.arena == arena
-        for port in run.inputs.values()
-        for piece in port.pieces
-    )
-
-
-def _death_error(flow: Flow, stage: str, worker: Worker, reached: bool) -> StageFailed:
-    why = "part of its answer had been sent" if reached else f"this happened {flow.deaths} times"
-    return StageFailed(
-        f"the process of stage {stage} died while it worked on the request "
-        f"({worker.error or 'no last words'}) and it was not tried again: {why}",
-        request=flow.id,
-        stage=stage,
-    )

@@ -20,7 +20,7 @@ from omni_rt.request import Output, Request
 from omni_rt.runtime.core import Core
 from omni_rt.runtime.effects import Effects
 from omni_rt.runtime.process import Handle, Launcher, ProcessLauncher
-from omni_rt.runtime.spec import arena_size, gpu_count, worker_spec
+from omni_rt.runtime.spec import gpu_count, shared_size, worker_spec
 from omni_rt.runtime.status import StageStatus, Status, status_of
 from omni_rt.runtime.stream import Mailbox, Stream
 from omni_rt.runtime.supervisor import Worker, WorkerState
@@ -178,8 +178,9 @@ class AsyncOmni:
         return kinds
 
     def transports(self) -> dict[str, str]:
-        """How each edge's tensors cross: `local` (same process) or `shm` (by reference)."""
-        return dict(self._core.admission.transports())
+        """How each edge's large tensors cross: `local` (same process), `cuda` (in device memory)
+        or `shm` (in shared memory)."""
+        return {name: edge.transport for name, edge in self.status().edges.items()}
 
     # ---- status
 
@@ -262,7 +263,7 @@ class AsyncOmni:
 
     def _spawn(self, worker: Worker) -> None:
         assert self._channel is not None
-        size = arena_size(self.config, worker)
+        size = shared_size(self.config, worker)
         self._core.spawned(worker, size, self._now())
         try:
             arena = self._arenas[worker.arena] = Arena.create(worker.arena, size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from omni_rt.runtime.flow import Flow, Run, RunState
 from omni_rt.runtime.ledger import Ledger, key_of
-from omni_rt.runtime.supervisor import Supervisor
+from omni_rt.wire.messages import Stalled
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ class Stall:
     """An output port of a request that waits for room."""
 
     port: str
+    memory: int  # id of the arena or pool
     report_at: float
     reported: bool = False
 
@@ -29,10 +30,9 @@ class Stall:
 class Pressure:
     """Who waits for room. Decides what to give up; `Core` does it."""
 
-    def __init__(self, flows: Mapping[str, Flow], ledger: Ledger, supervisor: Supervisor) -> None:
+    def __init__(self, flows: Mapping[str, Flow], ledger: Ledger) -> None:
         self._flows = flows
         self._ledger = ledger
-        self._supervisor = supervisor
         self._stalls: dict[str, dict[str, Stall]] = {}  # by stage and request
 
     def __bool__(self) -> bool:
@@ -41,8 +41,9 @@ class Pressure:
     def __repr__(self) -> str:
         return f"<Pressure {self._stalls}>"
 
-    def stalled(self, stage: str, request: str, port: str, now: float) -> None:
-        self._stalls.setdefault(stage, {})[request] = Stall(port, now + _REPORT_S)
+    def stalled(self, message: Stalled, now: float) -> None:
+        stall = Stall(message.port, message.memory, now + _REPORT_S)
+        self._stalls.setdefault(message.stage, {})[message.request] = stall
 
     def moved(self, stage: str, request: str) -> None:
         """Something of the request came out of the stage: it has found room."""
@@ -59,10 +60,10 @@ class Pressure:
             self._stalls.pop(stage, None)
 
     def arenas(self) -> Iterator[set[int]]:
-        """For each stage that waits, the arenas in which it waits for room."""
-        for stage, waiting in self._stalls.items():
-            if waiting and (found := self._arenas_of(stage)):
-                yield found
+        """For each stage that waits, the arenas and pools in which it waits for room."""
+        for waiting in self._stalls.values():
+            if waiting:
+                yield {stall.memory for stall in waiting.values()}
 
     def kept_only(self, arenas: set[int]) -> tuple[Flow, Run] | None:
         """The oldest running request of which blocks there are only kept for a redo."""
@@ -112,7 +113,7 @@ class Pressure:
         return min(times, default=None)
 
     def _say(self, stage: str, request: str, stall: Stall) -> None:
-        keys = [key for arena in self._arenas_of(stage) for key in self._ledger.blocks(arena)]
+        keys = list(self._ledger.blocks(stall.memory))
         holders = Counter(holder for key in keys for holder in self._ledger.holders(key))
         log.warning(
             "request %s: %s.%s has waited %g s for room; %d blocks are held by: %s",
@@ -123,9 +124,6 @@ class Pressure:
             len(keys),
             ", ".join(f"{holder} ({count})" for holder, count in holders.most_common(5)),
         )
-
-    def _arenas_of(self, stage: str) -> set[int]:
-        return {w.arena for w in self._supervisor.workers if stage in w.stages and w.alive}
 
     def _waiting_holders(self, arenas: set[int]) -> dict[str, set[str]] | None:
         """Requests that keep blocks there, with the stages that made them; None if some block

@@ -9,8 +9,11 @@ from typing import Any
 from omni_rt.config import SECTIONS, PipelineConfig, StageConfig, parse_bytes
 from omni_rt.graph import Graph
 from omni_rt.runtime.supervisor import Worker
+from omni_rt.wire.arena import TABLE_BYTES
 from omni_rt.wire.messages import PROTOCOL_VERSION, StageSpec, WorkerSpec
 from omni_rt.wire.tensors import INLINE_LIMIT_BYTES
+
+_ALIGN_BYTES = 64  # of what is in an arena
 
 
 def worker_spec(
@@ -21,7 +24,6 @@ def worker_spec(
     *,
     on_main_thread: bool,
 ) -> WorkerSpec:
-    arena_bytes = arena_size(config, worker)
     return WorkerSpec(
         version=PROTOCOL_VERSION,
         identity=worker.identity,
@@ -29,17 +31,35 @@ def worker_spec(
         main_pid=main_pid,
         die_with_thread=on_main_thread,
         arena=worker.arena,
-        arena_bytes=arena_bytes,
+        arena_bytes=shared_size(config, worker),
         inline_limit_bytes=INLINE_LIMIT_BYTES,
         stages=tuple(
-            _stage_spec(config, graph, name, worker, arena_bytes) for name in worker.stages
+            _stage_spec(config, graph, name, worker, arena_size(config, worker))
+            for name in worker.stages
         ),
+        device=worker.device,
+        pool=worker.pool,
+        pool_bytes=pool_size(config, worker),
+        pool_readers=worker.readers,
+        table=arena_size(config, worker) if worker.pool else 0,
     )
 
 
 def arena_size(config: PipelineConfig, worker: Worker) -> int:
-    """Bytes of shared memory the worker writes to: the sum over its stages."""
-    return sum(parse_bytes(config.stages[name].arena) for name in worker.stages)
+    """Bytes of shared memory the worker writes blocks to: the sum over its stages."""
+    size = sum(parse_bytes(config.stages[name].arena) for name in worker.stages)
+    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def shared_size(config: PipelineConfig, worker: Worker) -> int:
+    """The same with the table of its pool, if it has one."""
+    return arena_size(config, worker) + (TABLE_BYTES if worker.readers else 0)
+
+
+def pool_size(config: PipelineConfig, worker: Worker) -> int:
+    """Bytes of device memory for outputs: the sum over its stages. 0: tensors do not stay there."""
+    sizes = (config.stages[name].pool for name in worker.stages)
+    return sum(parse_bytes(size) for size in sizes if size is not None)
 
 
 def device_of(config: PipelineConfig, stage: str, replica: int) -> str:
@@ -86,6 +106,10 @@ def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
         options["hidden"] = {"layer": stage.hidden.layer, "rows": stage.hidden.rows}
     if stage.facts:
         options["facts"] = stage.facts
+    if stage.lora:
+        options["lora"] = stage.lora
+    if stage.tool_parser is not None:
+        options["tool_parser"] = stage.tool_parser
     if stage.module is not None:
         options["module"] = stage.module
     if stage.dtype is not None:

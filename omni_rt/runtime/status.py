@@ -10,6 +10,7 @@ from omni_rt.config import PipelineConfig
 from omni_rt.runtime.core import Core
 from omni_rt.runtime.spec import device_of
 from omni_rt.runtime.supervisor import Worker, WorkerState
+from omni_rt.wire.messages import Transport
 
 
 class StageStatus(msgspec.Struct, frozen=True):
@@ -24,16 +25,33 @@ class StageStatus(msgspec.Struct, frozen=True):
     running: int
 
 
+class EdgeStatus(msgspec.Struct, frozen=True):
+    transport: Transport  # of large tensors: "local", "cuda" or "shm"
+    about: str  # in words, with the reason
+
+
 class Status(msgspec.Struct, frozen=True):
     state: Literal["loading", "ready", "degraded", "stopping", "failed"]
     stages: dict[str, StageStatus]
     live: int  # requests accepted and not ended
     counters: dict[str, int]
+    edges: dict[str, EdgeStatus] = {}
 
 
 def status_of(core: Core, config: PipelineConfig) -> Status:
     stages = {name: _stage(core, config, name) for name in config.stages}
-    return Status(_overall(core, stages), stages, len(core.flows), dict(core.counters))
+    state = _overall(core, stages)
+    return Status(state, stages, len(core.flows), dict(core.counters), _edges(core))
+
+
+def _edges(core: Core) -> dict[str, EdgeStatus]:
+    edges: dict[str, EdgeStatus] = {}
+    for edge in core.graph.edges:
+        transport, about = core.admission.transports()[str(edge)], "same process"
+        if transport != "local":
+            transport, about = core.links.transport(edge)
+        edges[str(edge)] = EdgeStatus(transport, about)
+    return edges
 
 
 def _stage(core: Core, config: PipelineConfig, name: str) -> StageStatus:
@@ -75,5 +93,5 @@ def _overall(
     if any(w.state is WorkerState.FAILED for w in core.supervisor.workers):
         return "failed"
     if states == {"ready"}:
-        return "ready"
+        return "loading" if core.links.settling else "ready"
     return "loading" if states <= {"ready", "loading"} else "degraded"

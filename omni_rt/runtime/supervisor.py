@@ -37,9 +37,12 @@ class Worker:
     identity: str = ""
     pid: int | None = None
     arena: int = 0
+    pool: int = 0  # its device pool; 0: it has none
+    device: str = ""  # "cuda:N", if tensors leave it or come to it on a device
+    readers: int = 0  # workers that may read its pool
     ready_stages: set[str] = field(default_factory=set)
     phase: dict[str, tuple[str, float]] = field(default_factory=dict)  # by stage, while loading
-    attached: set[int] = field(default_factory=set)  # arenas of others it has mapped
+    attached: set[int] = field(default_factory=set)  # arenas and pools of others it has mapped
     last_heard: float = 0.0
     pinged_at: float = 0.0
     next_start: float = 0.0

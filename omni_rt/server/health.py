@@ -19,10 +19,16 @@ class StageHealth(msgspec.Struct):
     error: str | None
 
 
+class EdgeHealth(msgspec.Struct):
+    transport: str  # how large tensors cross: "local", "cuda" or "shm"
+    about: str
+
+
 class Health(msgspec.Struct):
     status: str
     running: int  # requests accepted and not ended
     stages: dict[str, StageHealth]
+    edges: dict[str, EdgeHealth]
 
 
 @get("/live", sync_to_thread=False)
@@ -47,7 +53,9 @@ def ready(served: NamedDependency[Served]) -> Response[dict[str, object]]:
 @get("/health", sync_to_thread=False)
 def health(served: NamedDependency[Served]) -> Response[Health]:
     status = served.omni.status()
-    body = Health(status.state, status.live, {name: _stage(s) for name, s in status.stages.items()})
+    stages = {name: _stage(stage) for name, stage in status.stages.items()}
+    edges = {name: EdgeHealth(edge.transport, edge.about) for name, edge in status.edges.items()}
+    body = Health(status.state, status.live, stages, edges)
     return Response(body, status_code=_code(status))
 
 

@@ -27,6 +27,8 @@ from omni_rt.errors import OmniError, ProtocolError, StaleRef
 from omni_rt.wire.spans import FreeSpans
 
 HEADER_BYTES = 64
+# Behind the blocks of a worker that has a device pool: 8 bytes for each slot of the pool.
+TABLE_BYTES = 2048
 _ALIGN_BYTES = 64
 _MAGIC = 0x6F6D6E69  # "omni"
 _HEADER = struct.Struct("<IIQQ")  # magic, unused, generation, payload bytes
@@ -153,15 +155,17 @@ class Reservation:
 
 
 class BlockWriter:
-    """The allocator of an arena, in its one writing process."""
+    """The allocator of an arena, or of its first `size_bytes`, in its one writing process."""
 
-    def __init__(self, arena: Arena, epoch: int, *, poison: bool = False) -> None:
+    def __init__(
+        self, arena: Arena, epoch: int, *, size_bytes: int | None = None, poison: bool = False
+    ) -> None:
         self._arena = arena
         self._generation = epoch << _COUNTER_BITS
         self._poison = poison
         self._blocks: dict[int, tuple[int, int, int]] = {}  # payload offset -> generation, n, span
-        self._free = FreeSpans(arena.size_bytes)
-        self.capacity_bytes = arena.size_bytes
+        self.capacity_bytes = size_bytes or arena.size_bytes
+        self._free = FreeSpans(self.capacity_bytes)
         self.in_use_bytes = 0  # headers and padding included
 
     def __repr__(self) -> str:

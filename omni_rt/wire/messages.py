@@ -98,7 +98,7 @@ class Detach(msgspec.Struct, frozen=True, tag="detach", array_like=True):
 class AttachPool(msgspec.Struct, frozen=True, tag="attach_pool", array_like=True):
     """A device pool to read from, opened once; its writer's arena was attached before.
 
-    `probe` is read and compared at once (cuda/probe.py): answer with `Probed`.
+    The block `probe` is read and compared at once (cuda/probe.py): answer with `Probed`.
     """
 
     pool: int
@@ -108,18 +108,12 @@ class AttachPool(msgspec.Struct, frozen=True, tag="attach_pool", array_like=True
     events: list[bytes]  # IPC handles of the slots' events: written, then this reader's
     arena: int = 0  # the writer's arena, and where in it is which generation lies in each slot
     table: int = 0
-    probe: DeviceBlock | None = None  # noise, lent to the reader
-
-
-class OfferPool(msgspec.Struct, frozen=True, tag="offer_pool", array_like=True):
-    """Another worker wants to read this worker's pool: answer with `Offered`."""
-
-    reader: int  # 0, 1, ...: each has events of its own
-    identity: str
+    probe: DeviceBlock | None = None  # noise; it is never freed
 
 
 class ReaderGone(msgspec.Struct, frozen=True, tag="reader_gone", array_like=True):
-    """The process of that reader has ended. Comes before the `Free` of what it held."""
+    """The process that read this worker's pool as that number has ended: answer with `Offered`.
+    Comes before the `Free` of what it held."""
 
     reader: int
 
@@ -142,7 +136,6 @@ ToWorker = (
     | Attach
     | Detach
     | AttachPool
-    | OfferPool
     | ReaderGone
     | Ping
     | Stop
@@ -267,23 +260,26 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
 
 class OnDevice(msgspec.Struct, frozen=True, tag="on_device", array_like=True):
-    """The worker can read device pools, or why not. Sent while it loads, if main asked for it."""
+    """The worker's tensors can cross on its device, or why not. Sent while it loads, if main wants
+    to know (`WorkerSpec.device`)."""
 
-    device: str  # UUID of its own; "": it has none
+    device: str  # UUID of its own; "": they cannot
     reads: tuple[str, ...]  # UUIDs of the devices whose memory it can read, its own included
     problem: str | None = None
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered", array_like=True):
-    """What the worker of that identity needs to read this worker's pool, or why it cannot."""
+    """What a process needs to read this worker's pool as reader number 0, 1, ...
 
-    identity: str
-    attach: AttachPool | None
-    problem: str | None = None
+    Sent for every number while it loads, and anew after `ReaderGone`.
+    """
+
+    reader: int
+    attach: AttachPool
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed", array_like=True):
-    """How reading another worker's pool went. The probe's lease comes back with `Released`."""
+    """How reading another worker's pool went."""
 
     pool: int
     problem: str | None  # None: every byte arrived
@@ -309,6 +305,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled", array_like=True):
 class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
     number: int
     counters: dict[str, int]  # since start: steps, aborted, dropped, arena_bytes_in_use, ...
+    memory: int  # id of the arena or pool in which it waits for room
 
 
 class Crashed(msgspec.Struct, frozen=True, tag="crashed", array_like=True):

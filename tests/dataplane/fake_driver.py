@@ -90,10 +90,7 @@ class FakeMachine:
         self,
         devices: Collection[str] = ("A",),
         peers: Collection[tuple[str, str]] = (),
-        *,
-        can_pin: bool = True,
     ) -> None:
-        self.can_pin = can_pin
         self.devices = list(devices)
         self.peers = set(peers)
         self.numbers = itertools.count(1)
@@ -196,7 +193,6 @@ class FakeDriver:
         self._events: dict[Event, _EventState] = {}
         self._current: dict[str, Stream] = {}
         self._host: Clock = {}  # what this process has seen finished
-        self.pinned: dict[Address, int] = {}
         self.opens = 0  # memory handles opened, ever
         self.created_events = 0
 
@@ -268,15 +264,6 @@ class FakeDriver:
                 found = self._machine.locate(address)
                 if stream.process == self._name and found and found[0] is allocation:
                     raise Misuse("closed while a stream has still to use it")
-
-    def pin(self, address: Address, nbytes: int) -> None:
-        if not self._machine.can_pin:
-            raise OmniError("this machine pins no memory")
-        self.pinned[address] = nbytes
-
-    def unpin(self, address: Address) -> None:
-        if self.pinned.pop(address, None) is None:
-            raise Misuse("unpinned what was not pinned")
 
     # ---- events
 

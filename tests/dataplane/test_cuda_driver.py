@@ -106,7 +106,7 @@ def test_a_refusal_says_which_call_why_and_what_to_do(runtime: _Runtime) -> None
     with pytest.raises(OmniError) as caught:
         driver.allocate(driver.devices()[0], 2000)
     assert str(caught.value).startswith(
-        "cudaMalloc failed: out of memory (cudaErrorMemoryAllocation). lower the stage's device"
+        "cudaMalloc failed: out of memory (cudaErrorMemoryAllocation). lower the stage's `pool`"
     )
 
 

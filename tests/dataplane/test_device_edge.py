@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from omni_rt.errors import OmniError, StaleRef
-from omni_rt.wire.arena import Arena
-from omni_rt.wire.messages import AttachPool, Chunk, Detach, Emit, Payload, ToMain, Transport
+from omni_rt.wire.arena import TABLE_BYTES, Arena
+from omni_rt.wire.messages import (
+    PROTOCOL_VERSION,
+    AttachPool,
+    Chunk,
+    Detach,
+    Emit,
+    Free,
+    Offered,
+    OnDevice,
+    Payload,
+    Ports,
+    Probed,
+    ReaderGone,
+    StageSpec,
+    Step,
+    ToMain,
+    Transport,
+    WorkerSpec,
+)
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline
 from omni_rt_workers.cuda.pool import GRANULE_BYTES, DevicePool
+from omni_rt_workers.cuda.setup import open_memory
 from omni_rt_workers.engine import Task
 from omni_rt_workers.inputs import Lease, TaskInputs
 from omni_rt_workers.loop import Loop
@@ -25,20 +46,23 @@ INLINE = 256
 
 
 class Edge:
-    """A writer on A with a pool of four slots, a reader on B that is a peer of A."""
+    """A writer on A with a pool of three slots and the probe's, a reader on B, a peer of A."""
 
     def __init__(self, *, eager: bool = True, credits: dict[str, int] | None = None) -> None:
         self.machine = FakeMachine(("A", "B"), peers=[("B", "A")])
         self.driver = self.machine.process("writer", eager=eager)
         self.reader_driver = self.machine.process("reader", eager=eager)
+        size = 4 * GRANULE_BYTES
+        arena = Arena.create(1, size + TABLE_BYTES)
         self.pool = DevicePool(
-            self.driver, 9, "A", GRANULE_BYTES, readers=1, epoch=1, slot_bytes=SLOT
-        )
-        arena = Arena.create(1, 4 * GRANULE_BYTES)
-        self.writer = Memory(arena, 1, self.driver, "A", self.pool)
+            self.driver, 9, "A", GRANULE_BYTES, readers=1, epoch=1, slot_bytes=SLOT,
+            table=arena.view(size, TABLE_BYTES),
+        )  # fmt: skip
+        self.writer = Memory(arena, 1, self.driver, "A", self.pool, table=size)
         self.out = StageOutbox("writer", self.writer, credits or {}, INLINE)
         self.reader = Memory(Arena.create(2, 4096), 1, self.reader_driver, "B")
-        self.reader.attach_pool(self.pool.attachment(0))
+        self.reader.attach(Arena.attach(1, os.dup(arena.fd), size, writable=False))
+        self.reader.attach_pool(self.writer.offer(0).attach)
         self.released: list[Lease] = []
 
     def task(self, transport: Transport = "cuda") -> Task:
@@ -176,26 +200,112 @@ def test_an_open_reservation_on_the_device_ends_with_its_task(edge: Edge, end: s
     assert edge.pool.in_use_bytes == 0
 
 
+class _Channel:
+    def __init__(self) -> None:
+        self.sent: list[ToMain] = []
+
+    def receive(self, *, block: bool) -> list[Any]:
+        return []
+
+    def send(self, messages: Sequence[ToMain]) -> None:
+        self.sent += messages
+
+    def close(self) -> None: ...
+
+
+def _stage(name: str) -> StageSpec:
+    return StageSpec(
+        name=name,
+        engine="simulated",
+        model=None,
+        part=None,
+        device="cuda:0",
+        max_batch=1,
+        options={},
+        sampling={},
+        credits={},
+    )
+
+
+class _Idle:
+    """An engine that has nothing to do."""
+
+    idle = True
+
+    def load(self, say: Any) -> Ports:
+        return Ports((), (), (), 1)
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+
+class _Late:
+    """An edge whose device does what it was given when it is told to; the writer's loop runs it.
+
+    The pool is full of blocks that were read and given back, and one more output waits.
+    """
+
+    def __init__(self) -> None:
+        self.edge = edge = Edge(eager=False)
+        self.channel = _Channel()
+        self.loop = Loop(self.channel, edge.writer, lambda message: None)
+
+        def make(spec: StageSpec, out: Any) -> Any:
+            edge.out = out
+            return _Idle()
+
+        self.loop.load(_stage("writer"), make, {}, INLINE)
+        edge.machine.drain()
+        self.task = edge.task()
+        for _ in range(3):
+            edge.out.reserve(self.task, "hidden", (SLOT,), "uint8")
+            edge.out.publish(self.task, "hidden")
+        inputs = edge.inputs(*edge.payloads())
+        assert len(inputs.tensors("x")) == 3
+        inputs.release_all()
+        self.loop.take(Free(edge.released.copy()))
+        edge.out.put(self.task, "hidden", _full(4))
+        assert edge.payloads() == []
+        assert self.task.held
+
+    def turn(self) -> list[Any]:
+        """The chunks that left in one turn of the loop."""
+        self.channel.sent.clear()
+        self.loop.turn(block=False)
+        steps = [message for message in self.channel.sent if isinstance(message, Step)]
+        return [item.data for step in steps for item in step.items if isinstance(item, Chunk)]
+
+    def close(self) -> None:
+        self.edge.out.forget(self.task)
+        self.edge.machine.drain()
+        self.edge.writer.close()
+
+
 def test_a_lease_is_given_back_while_the_device_still_reads() -> None:
-    edge = Edge(eager=False)
-    task = edge.task()
-    for _ in range(4):
-        edge.out.reserve(task, "hidden", (SLOT,), "uint8")
-        edge.out.publish(task, "hidden")
-    refs = edge.payloads()
-    inputs = edge.inputs(*refs)
-    for tensor in inputs.tensors("x"):
-        stream = edge.reader_driver.current_stream("B")
-        assert tensor.nbytes == SLOT
-    inputs.release_all()
-    edge.free_released()
-    edge.out.reserve(task, "hidden", (SLOT,), "uint8")
-    waiting = edge.machine.streams[edge.driver.current_stream("A")].work
-    assert edge.machine.streams[stream].work, "the reader's stream has done nothing yet"
-    assert type(waiting[-1]).__name__ == "_Wait", "and the writer's waits for it, not the host"
-    edge.machine.drain()
-    edge.out.forget(task)
-    edge.close()
+    late = _Late()
+    assert not late.loop.idle, "nobody will send a message when the device has done its work"
+    assert late.turn() == []
+    late.edge.machine.drain()
+    (ref,) = late.turn()
+    assert isinstance(ref, DeviceBlock)
+    assert late.loop.idle
+    assert late.edge.out.freed((ref.pool, ref.offset, ref.generation))
+    late.edge.reader.close()
+    late.close()
+
+
+def test_a_reader_that_dies_with_work_before_it_holds_nobody() -> None:
+    late = _Late()
+    late.edge.machine.kill("reader")
+    assert late.turn() == []
+    assert not late.edge.machine.doomed(), "no stream of the writer's waits for the dead"
+    late.loop.take(ReaderGone(0))
+    (ref,) = late.turn()
+    assert isinstance(ref, DeviceBlock)
+    offers = [message for message in late.channel.sent if isinstance(message, Offered)]
+    assert [offer.reader for offer in offers] == [0], "with new events, for who comes next"
+    assert late.edge.out.freed((ref.pool, ref.offset, ref.generation))
+    late.close()
 
 
 def test_two_tasks_of_one_worker_hold_a_block_each_for_itself(edge: Edge) -> None:
@@ -231,27 +341,93 @@ def test_an_unread_block_can_be_given_back(edge: Edge) -> None:
     assert edge.pool.in_use_bytes == 0
 
 
-class _Channel:
-    def receive(self, *, block: bool) -> list[Any]:
-        return []
-
-    def send(self, messages: Any) -> list[ToMain]:
-        return []
-
-    def close(self) -> None: ...
-
-
-def test_the_loop_attaches_and_detaches_pools(edge: Edge) -> None:
+def test_the_loop_attaches_tries_and_detaches_pools(edge: Edge) -> None:
     edge.reader.detach(9)
-    loop = Loop(_Channel(), edge.reader, lambda message: None)  # type: ignore[arg-type]
+    channel = _Channel()
+    loop = Loop(channel, edge.reader, lambda message: None)
     edge.out.put(edge.task(), "hidden", _full(3))
     (ref,) = edge.payloads()
     with pytest.raises(StaleRef, match="pool 9 is not attached"):
         edge.inputs(ref).tensors("x")
-    loop.take(edge.pool.attachment(0))
+    loop.take(edge.writer.offer(0).attach)
+    loop.turn(block=False)
+    (probed,) = channel.sent
+    assert isinstance(probed, Probed)
+    assert (probed.pool, probed.problem) == (9, None)
     assert torch.equal(edge.inputs(ref).tensors("x")[0], _full(3))
     loop.take(Detach(9))
     assert edge.reader_driver.live_events == 0
+    assert edge.out.freed((9, ref.offset, ref.generation))
+
+
+def test_a_pool_that_cannot_be_read_is_an_answer_and_no_crash(edge: Edge) -> None:
+    memory = Memory(Arena.create(3, 4096), 1)
+    channel = _Channel()
+    loop = Loop(channel, memory, lambda message: None)
+    loop.take(edge.writer.offer(0).attach)
+    loop.turn(block=False)
+    (probed,) = channel.sent
+    assert isinstance(probed, Probed)
+    assert probed.problem == "pool 9 cannot be read here: this worker has no device"
+    memory.close()
+
+
+def test_a_block_that_was_used_again_while_it_was_lent_fails_its_reader(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(3))
+    (ref,) = edge.payloads()
+    inputs = edge.inputs(ref)
+    inputs.tensors("x")
+    assert edge.out.freed((9, ref.offset, ref.generation))  # nobody should have
+    edge.out.put(edge.task(), "hidden", _full(4))
+    with pytest.raises(StaleRef, match="is gone"):
+        inputs.release("x", 1)
+    assert edge.released == [(9, ref.offset, ref.generation)]
+    with pytest.raises(StaleRef, match="is gone"):
+        edge.inputs(ref).tensors("x")
+    for later in edge.payloads():
+        assert edge.out.freed((9, later.offset, later.generation))
+
+
+def test_a_block_on_the_device_can_be_read_as_bytes(edge: Edge) -> None:
+    edge.out.put(edge.task(), "hidden", _full(3))
+    inputs = edge.inputs(*edge.payloads())
+    assert bytes(inputs.views("x")[0]) == _full(3).view(torch.uint8).numpy().tobytes()
+    inputs.release_all()
+    edge.free_released()
+
+
+def test_credit_counts_whole_slots() -> None:
+    edge = Edge(credits={"hidden": 3 * GRANULE_BYTES})  # three quarters: two slots of three
+    task = edge.task()
+    for _ in range(3):
+        edge.out.put(task, "hidden", torch.zeros(INLINE, dtype=torch.float32))
+    refs = edge.payloads()
+    assert len(refs) == 2
+    assert task.held
+    edge.out.forget(task)
+    for ref in refs:
+        assert edge.out.freed((ref.pool, ref.offset, ref.generation))
+    edge.close()
+
+
+def test_a_worker_whose_device_refuses_goes_on_without_a_pool() -> None:
+    spec = WorkerSpec(
+        version=PROTOCOL_VERSION, identity="writer.0.1", epoch=1, main_pid=1,
+        die_with_thread=False, arena=1, arena_bytes=65536 + TABLE_BYTES, inline_limit_bytes=INLINE,
+        stages=(), device="cuda:3", pool=9, pool_bytes=1 << 20, pool_readers=2, table=65536,
+    )  # fmt: skip
+    machine = FakeMachine(("A",))
+    arena = Arena.create(1, spec.arena_bytes)
+    memory, told = open_memory(spec, arena, lambda: machine.process("writer"))
+    assert memory.pool is None
+    assert memory.writer.capacity_bytes == 65536
+    assert told == [OnDevice("", (), "there is no device cuda:3: this process sees 1")]
+    there = msgspec.structs.replace(spec, device="cuda:0")
+    memory, told = open_memory(there, arena, lambda: machine.process("writer", eager=True))
+    assert memory.pool is not None
+    assert told[0] == OnDevice("A", ("A",))
+    assert [offer.reader for offer in told[1:] if isinstance(offer, Offered)] == [0, 1]
+    memory.close()
 
 
 def test_a_worker_without_a_device_refuses_a_pool() -> None:

@@ -12,7 +12,7 @@ from omni_rt.wire.tensors import DeviceBlock
 from omni_rt_workers.cuda.pool import GRANULE_BYTES, DevicePool, Place
 from omni_rt_workers.cuda.reader import DevicePoolReader
 from tests.dataplane.device_world import Buffer, run
-from tests.dataplane.fake_driver import FakeMachine
+from tests.dataplane.fake_driver import FakeDriver, FakeMachine
 
 SLOT = GRANULE_BYTES // 8
 SEEDS = 300  # more: `python -m tests.dataplane --seeds 100000`
@@ -25,15 +25,23 @@ class Bench:
     def __init__(self) -> None:
         self.machine = FakeMachine(("A", "B"), peers=[("B", "A")])
         self.writer = self.machine.process("writer")
-        self.pool = DevicePool(self.writer, 7, "A", 1000, readers=2, epoch=3, slot_bytes=SLOT)
+        self.table = bytearray(8 * GRANULE_BYTES // SLOT)
+        self.pool = DevicePool(
+            self.writer, 7, "A", 1000, readers=2, epoch=3, slot_bytes=SLOT,
+            table=memoryview(self.table),
+        )  # fmt: skip
         self.drivers = [self.machine.process(f"reader {number}") for number in range(2)]
         self.readers = [
-            DevicePoolReader.attach(driver, self.pool.attachment(number), device)
+            self.attach(driver, number, device)
             for number, (driver, device) in enumerate(zip(self.drivers, "AB", strict=True))
         ]
         self.sources: list[Buffer] = []
         self.writes = self.writer.new_stream("A")
         self.reads = [self.drivers[0].new_stream("A"), self.drivers[1].new_stream("B")]
+
+    def attach(self, driver: FakeDriver, number: int, device: str) -> DevicePoolReader:
+        table = memoryview(self.table)
+        return DevicePoolReader.attach(driver, self.pool.attachment(number), device, table)
 
     def reserve(self, nbytes: int) -> Place:
         place = self.pool.reserve(nbytes, self.writes)
@@ -56,6 +64,10 @@ class Bench:
         return target
 
 
+def _key(ref: DeviceBlock) -> tuple[int, int]:
+    return ref.offset, ref.generation
+
+
 def _ref(place: Place) -> DeviceBlock:
     shape = (place.nbytes,)
     return DeviceBlock(7, place.offset, place.generation, place.slot, "uint8", shape)
@@ -70,11 +82,15 @@ def test_a_block_reaches_every_reader_before_anyone_waits_on_the_host(bench: Ben
     ref = bench.send(b"hello")
     first, second = bench.read(ref, 0), bench.read(ref, 1)
     bench.pool.free(ref.offset, ref.generation)
-    later = bench.send(b"other")
-    assert later.offset == ref.offset, "reused at once, while nothing has happened yet"
+    assert bench.pool.in_use_bytes == SLOT, "nothing has happened yet: it is still to be read"
+    other = bench.send(b"other")
+    assert other.offset != ref.offset
+    bench.machine.drain()
+    later = bench.send(b"later")
+    assert later.offset == ref.offset
     third = bench.read(later, 1)
     bench.machine.drain()
-    assert [buffer.bytes for buffer in (first, second, third)] == [b"hello", b"hello", b"other"]
+    assert [buffer.bytes for buffer in (first, second, third)] == [b"hello", b"hello", b"later"]
 
 
 def test_the_pool_is_whole_granules_and_counts_whole_slots(bench: Bench) -> None:
@@ -99,6 +115,7 @@ def test_handles_are_opened_and_events_made_once(bench: Bench) -> None:
         bench.read(ref, 0)
         bench.read(ref, 1)
         bench.pool.free(ref.offset, ref.generation)
+        bench.machine.drain()
     assert [driver.created_events for driver in (bench.writer, *bench.drivers)] == before
     assert [driver.opens for driver in bench.drivers] == [1, 1]
     assert [driver.live_events for driver in bench.drivers] == [16, 16]
@@ -127,12 +144,29 @@ def test_a_block_is_published_and_freed_once(bench: Bench) -> None:
         bench.pool.publish(place)
 
 
-def test_a_ref_is_stale_once_its_slot_has_shown_a_later_block(bench: Bench) -> None:
-    old = bench.send(b"old")
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_ref_to_a_block_that_is_gone_is_found_out(bench: Bench, reused: bool) -> None:
+    old = bench.send(b"old" * SLOT)  # three slots
+    lent = bench.readers[0].open(old, bench.reads[0])
     bench.pool.free(old.offset, old.generation)
-    new = bench.send(b"new")
-    bench.read(new)
+    if reused:
+        bench.pool.free(*_key(bench.send(b"a")))
+        bench.machine.drain()
+        first, second = bench.send(b"b"), bench.send(b"c")
+        assert (first.slot, second.slot) == (0, 1)
     with pytest.raises(StaleRef, match="slot 0 holds"):
+        bench.readers[0].open(old, bench.reads[0])
+    with pytest.raises(StaleRef, match="is gone"):
+        bench.readers[0].check(lent.ref)
+
+
+def test_a_ref_is_stale_if_only_its_last_slot_was_used_again(bench: Bench) -> None:
+    old = bench.send(b"xy" * SLOT)
+    bench.pool.free(old.offset, old.generation)
+    bench.machine.drain()
+    bench.send(b"a"), bench.send(b"b")
+    bench.table[:8] = old.generation.to_bytes(8, "little")
+    with pytest.raises(StaleRef, match="slot 1 holds"):
         bench.readers[0].open(old, bench.reads[0])
 
 
@@ -157,6 +191,30 @@ def test_a_ref_outside_the_pool_is_refused(
         bench.readers[0].open(ref, bench.reads[0])
 
 
+def test_what_a_reader_still_has_to_read_holds_no_stream_of_the_writers(bench: Bench) -> None:
+    ref = bench.send(b"first" * SLOT)
+    bench.machine.drain()
+    bench.read(ref)  # given to its stream, and back: nothing of it has been done
+    bench.pool.free(ref.offset, ref.generation)
+    assert bench.pool.draining
+    assert bench.pool.reserve(GRANULE_BYTES, bench.writes) is None
+    bench.machine.kill("reader 0")
+    assert bench.pool.reserve(GRANULE_BYTES, bench.writes) is None, "its process may still read"
+    bench.pool.reader_died(0)
+    again = bench.reserve(GRANULE_BYTES)
+    assert not bench.pool.draining
+    assert not bench.machine.doomed()
+    bench.pool.free(again.offset, again.generation)
+
+
+def test_what_is_kept_is_no_room(bench: Bench) -> None:
+    ref = bench.send(b"noise")
+    bench.pool.keep(ref.offset, ref.generation)
+    assert (bench.pool.in_use_bytes, bench.pool.capacity_bytes) == (0, GRANULE_BYTES - SLOT)
+    assert not bench.pool.fits(GRANULE_BYTES)
+    assert bench.pool.fits(GRANULE_BYTES - SLOT)
+
+
 def test_a_dead_readers_slots_are_free_without_its_event(bench: Bench) -> None:
     ref = bench.send(b"first")
     bench.machine.drain()
@@ -166,7 +224,7 @@ def test_a_dead_readers_slots_are_free_without_its_event(bench: Bench) -> None:
     bench.pool.free(ref.offset, ref.generation)
     driver = bench.machine.process("reader 0 again")
     bench.drivers[0], bench.reads[0] = driver, driver.new_stream("A")
-    bench.readers[0] = DevicePoolReader.attach(driver, bench.pool.attachment(0), "A")
+    bench.readers[0] = bench.attach(driver, 0, "A")
     got = bench.read(bench.send(b"second"))
     bench.machine.drain()
     assert got.bytes == b"second"

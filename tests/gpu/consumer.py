@@ -1,4 +1,4 @@
-"""The other process of test_cuda_ipc.py: `python -m tests.gpu.consumer DEVICE_NUMBER`.
+"""The other process of test_cuda_ipc.py: `python -m tests.gpu.consumer DEVICE_NUMBER TABLE_FD`.
 
 Reads an `AttachPool`, then a `Command` a line, and answers each with a line.
 """
@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from omni_rt.errors import OmniError
+from omni_rt.wire.arena import TABLE_BYTES, Arena
 from omni_rt.wire.messages import AttachPool
 from omni_rt.wire.tensors import DeviceBlock
 from omni_rt_workers.cuda.probe import take_device
@@ -22,16 +23,20 @@ from omni_rt_workers.cuda.runtime import CudaDriver
 class Command(msgspec.Struct):
     what: Literal["probe", "sum", "hold", "open twice", "close"]
     ref: DeviceBlock | None = None
-    seed: int = 0
 
 
 class Consumer:
-    def __init__(self, number: int, attach: AttachPool) -> None:
+    def __init__(self, number: int, table: int, attach: AttachPool) -> None:
         torch.cuda.set_device(number)
         self.driver = CudaDriver()
         self.device = self.driver.devices()[number]
         self.attach = attach
-        self.reader = DevicePoolReader.attach(self.driver, attach, self.device)
+        self.arena = Arena.attach(attach.arena, table, TABLE_BYTES, writable=False)
+        self.reader = self.open()
+
+    def open(self) -> DevicePoolReader:
+        table = self.arena.view(self.attach.table, TABLE_BYTES)
+        return DevicePoolReader.attach(self.driver, self.attach, self.device, table)
 
     def answer(self, command: Command) -> Any:
         stream = self.driver.current_stream(self.device)
@@ -39,12 +44,12 @@ class Consumer:
             return self.reader.close()
         if command.what == "open twice":
             try:
-                DevicePoolReader.attach(self.driver, self.attach, self.device)
+                self.open()
             except OmniError as error:
                 return str(error)
         assert command.ref is not None
         if command.what == "probe":
-            attempt = take_device(self.reader, self.driver, stream, command.ref, command.seed)
+            attempt = take_device(self.reader, self.driver, stream, command.ref)
             return attempt.problem
         block = self.reader.open(command.ref, stream)
         if command.what == "hold":
@@ -56,7 +61,7 @@ class Consumer:
 
 def main() -> None:
     attach = msgspec.json.decode(sys.stdin.buffer.readline(), type=AttachPool)
-    consumer = Consumer(int(sys.argv[1]), attach)
+    consumer = Consumer(int(sys.argv[1]), int(sys.argv[2]), attach)
     for line in sys.stdin.buffer:
         answer = consumer.answer(msgspec.json.decode(line, type=Command))
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")

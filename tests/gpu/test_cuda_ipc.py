@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
-from omni_rt.wire.arena import Arena, BlockReader, BlockWriter
+from omni_rt.wire.arena import TABLE_BYTES, Arena
 from omni_rt.wire.messages import AttachPool
-from omni_rt.wire.tensors import Block, DeviceBlock
+from omni_rt.wire.tensors import DeviceBlock
 from omni_rt_workers.cuda.pool import DevicePool, Place
-from omni_rt_workers.cuda.probe import address_of, offer_block, offer_device, take_pinned
+from omni_rt_workers.cuda.probe import offer_device
 from omni_rt_workers.cuda.runtime import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -30,23 +31,25 @@ SLOT = 1 << 20
 class Reader:
     """The consumer process."""
 
-    def __init__(self, attach: AttachPool, number: int = 0) -> None:
+    def __init__(self, writer: Writer, reader: int, number: int = 0) -> None:
+        table = writer.arena.fd
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.consumer", str(number)],
+            [sys.executable, "-m", "tests.gpu.consumer", str(number), str(table)],
+            pass_fds=[table],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'workers'}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self.write(attach)
+        self.write(writer.attachment(reader))
 
     def write(self, message: Any) -> None:
         assert self.process.stdin
         self.process.stdin.write(msgspec.json.encode(message) + b"\n")
         self.process.stdin.flush()
 
-    def ask(self, what: str, ref: DeviceBlock | None = None, seed: int = 0) -> Any:
-        self.write({"what": what, "ref": ref, "seed": seed})
+    def ask(self, what: str, ref: DeviceBlock | None = None) -> Any:
+        self.write({"what": what, "ref": ref})
         return self.answer()
 
     def answer(self) -> Any:
@@ -67,10 +70,18 @@ class Writer:
     def __init__(self) -> None:
         self.driver = CudaDriver()
         self.device = self.driver.devices()[0]
-        self.pool = DevicePool(
-            self.driver, 1, self.device, 32 << 20, readers=2, epoch=1, slot_bytes=SLOT
-        )
+        self.arena = Arena.create(5, TABLE_BYTES)
+        self.pool = self.make(1, 32 << 20)
         self.stream = self.driver.current_stream(self.device)
+
+    def make(self, number: int, size_bytes: int) -> DevicePool:
+        return DevicePool(
+            self.driver, number, self.device, size_bytes,
+            readers=2, epoch=1, slot_bytes=SLOT, table=self.arena.view(0, TABLE_BYTES),
+        )  # fmt: skip
+
+    def attachment(self, reader: int) -> AttachPool:
+        return replace(self.pool.attachment(reader), arena=self.arena.id)
 
     def reserve(self, nbytes: int) -> Place:
         place = self.pool.reserve(nbytes, self.stream)
@@ -84,11 +95,12 @@ def writer() -> Iterator[Writer]:
     yield writer
     torch.cuda.synchronize()
     writer.pool.close()
+    writer.arena.close()
 
 
 @pytest.fixture
 def reader(writer: Writer) -> Iterator[Reader]:
-    reader = Reader(writer.pool.attachment(0))
+    reader = Reader(writer, 0)
     yield reader
     if reader.process.poll() is None:
         reader.ask("close")
@@ -101,10 +113,8 @@ def _ref(place: Place) -> DeviceBlock:
 
 
 def test_a_probe_arrives_byte_by_byte(writer: Writer, reader: Reader) -> None:
-    offer = offer_device(writer.pool, writer.driver, writer.stream, seed=3)
-    assert isinstance(offer.ref, DeviceBlock)
-    assert reader.ask("probe", offer.ref, seed=3) is None
-    offer.take_back()
+    ref = offer_device(writer.pool, writer.driver, writer.stream)
+    assert reader.ask("probe", ref) is None
     assert writer.pool.in_use_bytes == 0
 
 
@@ -113,12 +123,10 @@ def test_a_probe_reaches_a_peer(writer: Writer) -> None:
     peers = [n for n in range(1, len(devices)) if writer.driver.can_peer(devices[n], devices[0])]
     if not peers:
         pytest.skip("no second device that can read the first one's memory")
-    reader = Reader(writer.pool.attachment(0), peers[0])
+    reader = Reader(writer, 0, peers[0])
     try:
-        offer = offer_device(writer.pool, writer.driver, writer.stream, seed=4)
-        assert isinstance(offer.ref, DeviceBlock)
-        assert reader.ask("probe", offer.ref, seed=4) is None
-        offer.take_back()
+        ref = offer_device(writer.pool, writer.driver, writer.stream)
+        assert reader.ask("probe", ref) is None
         reader.ask("close")
     finally:
         reader.kill()
@@ -162,7 +170,7 @@ def test_a_handle_is_opened_once(reader: Reader) -> None:
 
 def test_a_killed_reader_blocks_nothing(writer: Writer) -> None:
     for _ in range(5):
-        victim = Reader(writer.pool.attachment(1))
+        victim = Reader(writer, 1)
         place = writer.reserve(32 << 20)
         writer.pool.tensor(place).fill_(7)
         writer.pool.publish(place)
@@ -176,28 +184,15 @@ def test_a_killed_reader_blocks_nothing(writer: Writer) -> None:
     writer.pool.free(again.offset, again.generation)
 
 
-def test_all_of_the_device_memory_comes_back(writer: Writer) -> None:
+def test_all_of_the_device_memory_comes_back() -> None:
+    writer = Writer()
+    writer.pool.close()
+    torch.cuda.synchronize()
     before, _ = torch.cuda.mem_get_info()
-    other = DevicePool(writer.driver, 2, writer.device, 64 << 20, readers=1, epoch=1)
-    reader = Reader(other.attachment(0))
+    writer.pool = writer.make(2, 64 << 20)
+    reader = Reader(writer, 0)
     reader.ask("close")
     reader.kill()
-    other.close()
+    writer.pool.close()
     after, _ = torch.cuda.mem_get_info()
     assert after >= before
-
-
-def test_a_pinned_arena_reaches_the_device(writer: Writer) -> None:
-    arena = Arena.create(9, 4 << 20)
-    whole = address_of(arena.view(0, arena.size_bytes))
-    writer.driver.pin(whole, arena.size_bytes)
-    try:
-        offer = offer_block(BlockWriter(arena, 1), 9, seed=5)
-        assert isinstance(offer.ref, Block)
-        attempt = take_pinned(
-            BlockReader(arena), writer.driver, writer.device, writer.stream, offer.ref, seed=5
-        )
-        assert attempt.problem is None
-    finally:
-        writer.driver.unpin(whole)
-        arena.close()

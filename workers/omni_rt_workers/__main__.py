@@ -11,11 +11,11 @@ import sys
 from omni_rt.errors import ConfigError, OmniError
 from omni_rt.wire.channel import SocketWorkerChannel
 from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
+from omni_rt_workers.cuda.setup import open_memory
 from omni_rt_workers.engines import registry
 from omni_rt_workers.inputs import Reshape
 from omni_rt_workers.lifeline import Lifeline
 from omni_rt_workers.loop import Loop, crashed
-from omni_rt_workers.memory import Memory
 
 
 def main() -> int:
@@ -28,7 +28,8 @@ def main() -> int:
     lifeline.die_with_main(spec)
     channel = SocketWorkerChannel(int(sys.argv[2]))
     channel.send([Hello(PROTOCOL_VERSION, os.getpid())])
-    memory = Memory(arena, spec.epoch)
+    memory, told = open_memory(spec, arena)
+    channel.send(told)
 
     def attach(message: Attach) -> None:
         memory.attach(lifeline.receive_arena(message))

@@ -74,7 +74,8 @@ class TaskInputs:
         return [ref.text for ref in self._refs.get(port, ()) if isinstance(ref, TextPiece)]
 
     def views(self, port: str) -> list[memoryview]:
-        return [self._view(ref) for ref in self._refs.get(port, ()) if ref is not None]
+        refs = enumerate(self._refs.get(port, ()))
+        return [self._view(ref, port, at) for at, ref in refs if ref is not None]
 
     def tensors(self, port: str) -> list[torch.Tensor]:
         reshape = self._via.get(port)
@@ -92,7 +93,7 @@ class TaskInputs:
                 block.release()  # before main hears of it: the writer may look for the event
         self._released += [lease for ref in given if (lease := _lease(ref))]
         for ref in given:
-            if isinstance(ref, Block):
+            if isinstance(ref, Block | DeviceBlock):
                 self._memory.check(ref)
 
     def release_all(self) -> None:
@@ -103,7 +104,9 @@ class TaskInputs:
             except StaleRef:
                 log.exception("input '%s' was overwritten while it was lent", port)
 
-    def _view(self, ref: Payload | TextPiece) -> memoryview:
+    def _view(self, ref: Payload | TextPiece, port: str, at: int) -> memoryview:
+        if isinstance(ref, DeviceBlock):  # to read it here it must be copied off the device
+            return memoryview(torch_side().to_bytes(self._tensor(ref, port, at)))
         if isinstance(ref, Inline | Block):
             return self._memory.view(ref)
         if isinstance(ref, TextPiece):

@@ -23,6 +23,8 @@ from omni_rt.wire.messages import (
     Loading,
     Ping,
     Pong,
+    Probed,
+    ReaderGone,
     Ready,
     Released,
     StageSpec,
@@ -33,6 +35,7 @@ from omni_rt.wire.messages import (
     ToMain,
     ToWorker,
 )
+from omni_rt_workers.cuda.probe import Attempt
 from omni_rt_workers.engine import Engine, EngineBroken, MakeEngine, Task
 from omni_rt_workers.inputs import Lease, Reshape, TaskInputs
 from omni_rt_workers.memory import Memory
@@ -103,7 +106,18 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        return all(stage.engine.idle for stage in self._stages.values())
+        return all(stage.engine.idle for stage in self._stages.values()) and not self._drains
+
+    @property
+    def _drains(self) -> bool:
+        """Whether something waits for room that comes when the device has done its work: nobody
+        sends a message then, so the loop goes on asking (and still hears of a reader's death)."""
+        pool = self._memory.pool
+        return (
+            pool is not None
+            and pool.draining
+            and any(stage.outbox.waiting for stage in self._stages.values())
+        )
 
     def turn(self, *, block: bool) -> None:
         """One turn: take what arrived, let every stage that can step, send what came out.
@@ -113,6 +127,8 @@ class Loop:
         """
         for message in self._channel.receive(block=block):
             self.take(message)
+        if self._drains:
+            self._flush_waiting()
         self._flush()
         for stage in self._stages.values():
             if not stage.engine.idle:
@@ -134,7 +150,9 @@ class Loop:
             case Detach():
                 self._memory.detach(message.arena)
             case AttachPool():
-                self._memory.attach_pool(message)
+                self._attach_pool(message)
+            case ReaderGone():
+                self._reader_gone(message)
             case Ping():
                 self._extra.append(Pong(message.number, self._count()))
             case Stop():
@@ -226,8 +244,25 @@ class Loop:
                 self._memory.drop(offset)  # a `local` object: its key is its generation
             elif not any(stage.outbox.freed(block) for stage in self._stages.values()):
                 self.counters["dropped"] += 1
+        self._flush_waiting()
+
+    def _flush_waiting(self) -> None:
         for stage in self._stages.values():
             stage.outbox.flush_waiting()
+
+    def _attach_pool(self, message: AttachPool) -> None:
+        try:
+            self._memory.attach_pool(message)
+            attempt = self._memory.probe(message)
+        except OmniError as error:
+            attempt = Attempt(str(error))
+        self._extra.append(Probed(message.pool, attempt.problem, attempt.took_s))
+
+    def _reader_gone(self, message: ReaderGone) -> None:
+        assert self._memory.pool is not None
+        self._memory.pool.reader_died(message.reader)
+        self._extra.append(self._memory.offer(message.reader))
+        self._flush_waiting()
 
     # ---- stepping
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
-from omni_rt.errors import OmniError, StaleRef
+from msgspec.structs import replace
+
+from omni_rt.errors import OmniError, ProtocolError, StaleRef
 from omni_rt.wire.arena import Arena, BlockReader, BlockWriter, Reservation
-from omni_rt.wire.messages import AttachPool, Transport
+from omni_rt.wire.messages import AttachPool, Offered, Transport
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 from omni_rt_workers.cuda.driver import DeviceDriver, Stream
 from omni_rt_workers.cuda.pool import DevicePool, Place
+from omni_rt_workers.cuda.probe import Attempt, offer_device, take_device
 from omni_rt_workers.cuda.reader import DevicePoolReader, OpenBlock
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ def torch_side() -> TorchSide:
 class Room(Protocol):
     """A reserved block, in the arena or in the pool, until it is freed."""
 
-    nbytes: int
+    cost_bytes: int  # what it takes of its memory, against the port's credit
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -71,7 +74,7 @@ class Room(Protocol):
 
 class ArenaRoom:
     def __init__(self, arena_id: int, writer: BlockWriter, place: Reservation) -> None:
-        self.nbytes = place.nbytes
+        self.cost_bytes = place.nbytes
         self.view = place.view
         self.key = (arena_id, place.offset, place.generation)
         self._writer = writer
@@ -95,7 +98,7 @@ class ArenaRoom:
 
 class PoolRoom:
     def __init__(self, pool: DevicePool, place: Place) -> None:
-        self.nbytes = place.nbytes
+        self.cost_bytes = pool.cost(place.nbytes)
         self.key = (pool.id, place.offset, place.generation)
         self._pool = pool
         self._place = place
@@ -119,7 +122,7 @@ class Memory:
     """What this worker can write to and read from. Used by its one thread only.
 
     `driver` and `device` (its UUID) are those of a worker on a device, and `pool` is what it
-    writes there.
+    writes there; the pool's table is in the arena, at `table`.
     """
 
     def __init__(
@@ -129,15 +132,21 @@ class Memory:
         driver: DeviceDriver | None = None,
         device: str = "",
         pool: DevicePool | None = None,
+        *,
+        table: int = 0,
     ) -> None:
-        self.writer = BlockWriter(arena, epoch)
+        self.writer = BlockWriter(arena, epoch, size_bytes=table or None)
         self.pool = pool
         self.arena_id = arena.id
         self._driver = driver
         self._device = device
+        self._table = table
         self._readers: dict[int, BlockReader] = {arena.id: BlockReader(arena)}
         self._arenas: dict[int, Arena] = {arena.id: arena}
         self._pools = {pool.id: pool.own_reader()} if pool is not None else {}
+        self._probe = None
+        if pool is not None and driver is not None:
+            self._probe = offer_device(pool, driver, self._stream())
         self._objects: dict[int, Any] = {}
         self._next_key = 1
 
@@ -156,6 +165,17 @@ class Memory:
             return ArenaRoom(self.arena_id, home, reserved) if reserved else None
         place = home.reserve(nbytes, self._stream())
         return PoolRoom(home, place) if place else None
+
+    def offer(self, reader: int) -> Offered:
+        """What another process needs to read the pool, with noise to try it on."""
+        assert self.pool is not None, "there is no pool to offer"
+        attach = self.pool.attachment(reader)
+        where = replace(attach, arena=self.arena_id, table=self._table, probe=self._probe)
+        return Offered(reader, where)
+
+    def cost(self, home: BlockWriter | DevicePool, nbytes: int) -> int:
+        """Bytes of a payload, as they count against its port's credit: whole slots in a pool."""
+        return home.cost(nbytes) if isinstance(home, DevicePool) else nbytes
 
     def keep(self, thing: Any) -> int:
         """Put an object into the table of `local` refs; the key is never reused."""
@@ -176,7 +196,19 @@ class Memory:
     def attach_pool(self, attach: AttachPool) -> None:
         if self._driver is None:
             raise OmniError(f"pool {attach.pool} cannot be read here: this worker has no device")
-        self._pools[attach.pool] = DevicePoolReader.attach(self._driver, attach, self._device)
+        arena = self._arenas.get(attach.arena)
+        if arena is None:
+            raise ProtocolError(f"pool {attach.pool} came without its writer's arena")
+        table = arena.view(attach.table, arena.size_bytes - attach.table)
+        self._pools[attach.pool] = DevicePoolReader.attach(
+            self._driver, attach, self._device, table
+        )
+
+    def probe(self, attach: AttachPool) -> Attempt:
+        """Read the noise that came with a pool."""
+        if self._driver is None or attach.probe is None:
+            return Attempt("there is nothing to try")
+        return take_device(self._pools[attach.pool], self._driver, self._stream(), attach.probe)
 
     def detach(self, memory_id: int) -> None:
         """Of an arena or a pool: no ref into it will come any more."""
@@ -213,15 +245,19 @@ class Memory:
         block.use_on(self._stream())
         return torch_side().typed(block.tensor(), block.ref.dtype, block.ref.shape)
 
-    def check(self, ref: Block) -> None:
+    def check(self, ref: Block | DeviceBlock) -> None:
         """Raise `StaleRef` if the block was reused while it was lent: what was read is void."""
+        if isinstance(ref, DeviceBlock):
+            if (pool := self._pools.get(ref.pool)) is not None:
+                pool.check(ref)
+            return
         reader = self._readers.get(ref.arena)
         if reader is not None:
             reader.check(ref.offset, ref.generation)
 
     def close(self) -> None:
         self._objects.clear()
-        for memory_id in [*self._arenas, *self._pools]:
+        for memory_id in [*self._pools, *self._arenas]:  # a pool's table is in an arena
             self.detach(memory_id)
         if self.pool is not None:
             self.pool.close()

@@ -8,7 +8,7 @@ waits here in order, in memory of the worker's own, and is sent when main frees 
 from __future__ import annotations
 
 import traceback
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ class StageOutbox:
         self._memory = memory
         self._credits = credits
         self._inline_limit = inline_limit
-        self._used: dict[str, int] = dict.fromkeys(credits, 0)  # bytes lent out, by port
+        self._used: Counter[tuple[int, str]] = Counter()  # bytes lent out, by memory and port
         self._lent: dict[BlockKey, tuple[str, Room]] = {}  # with the port
         self._books: dict[Task, _Ledger] = {}
         self._items: list[StepItem] = []
@@ -204,8 +204,7 @@ class StageOutbox:
         if lent is None:
             return False
         port, room = lent
-        self._used[port] -= room.nbytes
-        room.free()
+        self._give(port, room)
         return True
 
     def flush_waiting(self) -> None:
@@ -227,22 +226,30 @@ class StageOutbox:
 
     def _room(self, port: str, home: BlockWriter | DevicePool, nbytes: int) -> Room | None:
         """Room for a payload, or None if its port's credit or the memory is used up."""
-        used = self._used.get(port, 0)
-        credit = self._credits.get(port, home.capacity_bytes)
-        if used and used + nbytes > credit:  # one payload may always be under way
+        where = self._id(home)
+        used, arena = self._used[where, port], self._memory.writer.capacity_bytes
+        credit = self._credits.get(port, arena) * home.capacity_bytes // arena  # the same share
+        cost = self._memory.cost(home, nbytes)
+        if used and used + cost > credit:  # one payload may always be under way
             return None
         room = self._memory.reserve(home, nbytes)
         if room is not None:
-            self._used[port] = used + nbytes
+            self._used[where, port] += room.cost_bytes
         return room
 
     def _take_back(self, book: _Ledger, port: str | None = None) -> None:
         """What was reserved and never published, on one port or on all."""
         for name in [port] if port is not None else list(book.reserved):
+    def _id(self, home: BlockWriter | DevicePool) -> int:
+        return home.id if isinstance(home, DevicePool) else self._memory.arena_id
+
+    def _give(self, port: str, room: Room) -> None:
+        self._used[room.key[0], port] -= room.cost_bytes
+        room.free()
+
             held = book.reserved.pop(name, None)
             if held is not None and held.room is not None:
-                self._used[name] -= held.room.nbytes
-                held.room.free()
+                self._give(name, held.room)
 
     def _drop_waiting(self, book: _Ledger) -> None:
         for item in book.waiting:
@@ -382,7 +389,8 @@ class StageOutbox:
             size = nbytes_of(chunk.dtype, chunk.shape)
             home = self._home(task.emit[chunk.port].transport, chunk.data, size)
             free = home.capacity_bytes - home.in_use_bytes
-            self._stalls.append(Stalled(self._stage, task.request, chunk.port, size, free))
+            where = self._id(home)
+            self._stalls.append(Stalled(self._stage, task.request, chunk.port, size, free, where))
         waiting.append(chunk)
         task.held = True
 

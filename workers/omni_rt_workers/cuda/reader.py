@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class DevicePoolReader:
     """One process's view of a pool, on `device`: the pool's own or a peer of it.
 
-    `written` and `read` are the slots' events, in this process's numbers.
+    `written` and `read` are the slots' events, in this process's numbers, and `table` says which
+    generation lies in each slot: the writer keeps it, in shared memory.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class DevicePoolReader:
         size_bytes: int,
         written: list[Event],
         read: list[Event],
+        table: memoryview,
     ) -> None:
         self.id = pool_id
         self.device = device
@@ -36,24 +38,27 @@ class DevicePoolReader:
         self._size_bytes = size_bytes
         self._base = base
         self._written, self._read = written, read
+        self._table = table
+        self._slot_bytes = size_bytes // len(written)
         self._is_mapped = False  # by `attach`, so that it is ours to close
-        self._newest = [0] * len(written)  # generation last seen in each slot
         self._recorded: dict[int, tuple[int, Stream]] = {}  # slot -> generation, stream
         self._streams: set[Stream] = set()  # all that ever read from here
         self._memory: torch.Tensor | None = None
 
     @classmethod
-    def attach(cls, driver: DeviceDriver, message: AttachPool, device: str) -> DevicePoolReader:
-        """Open another process's pool: once, for as long as that pool lives."""
-        if len(message.events) % 2:
+    def attach(
+        cls, driver: DeviceDriver, message: AttachPool, device: str, table: memoryview
+    ) -> DevicePoolReader:
+        """Open another process's pool: once, for as long as that pool lives. `table`: bytes."""
+        count, odd = divmod(len(message.events), 2)
+        if odd or not 0 < 8 * count <= len(table):
             raise ProtocolError(f"pool {message.pool} has {len(message.events)} events, not pairs")
         base = driver.open(device, message.handle)
         # Opened where they are waited for: waiting for an event of another device's can hang.
         events = [driver.open_event(device, handle) for handle in message.events]
-        half = len(events) // 2
-        reader = cls(
-            driver, message.pool, device, base, message.size_bytes, events[:half], events[half:]
-        )
+        size, seen = message.size_bytes, table[: 8 * count].cast("Q")
+        written, read = events[:count], events[count:]
+        reader = cls(driver, message.pool, device, base, size, written, read, seen)
         reader._is_mapped = True
         return reader
 
@@ -63,15 +68,28 @@ class DevicePoolReader:
     def open(self, ref: DeviceBlock, stream: Stream) -> OpenBlock:
         """The block, for one lease on it: `release` what this returns.
 
-        What `stream` is given from now on sees what was written. Raises `StaleRef` if a later block
-        has been seen in its slot.
+        What `stream` is given from now on sees what was written. Raises `StaleRef` if the block was
+        freed or its slots were used again.
         """
-        self._check(ref)
-        self._newest[ref.slot] = ref.generation
+        self.check(ref)
         self.open_blocks += 1
         block = OpenBlock(self, ref, self._base + ref.offset)
         block.use_on(stream)
         return block
+
+    def check(self, ref: DeviceBlock) -> None:
+        """Raise `StaleRef` if the block was freed or its slots were used again."""
+        end = ref.offset + ref.nbytes
+        starts = ref.slot * self._slot_bytes == ref.offset
+        if not (0 <= ref.slot < len(self._read) and starts and end <= self._size_bytes):
+            raise ProtocolError(f"slot {ref.slot}, [{ref.offset}, {end}) is not in pool {self.id}")
+        last = max(ref.offset, end - 1) // self._slot_bytes
+        for slot in range(ref.slot, last + 1):
+            if self._table[slot] != ref.generation:
+                raise StaleRef(
+                    f"block {ref.generation} of pool {self.id} is gone: "
+                    f"slot {slot} holds {self._table[slot] or 'nothing'}"
+                )
 
     def close(self) -> None:
         """Let go of the pool, before its writer may free it. Waits until nothing reads it."""
@@ -80,19 +98,10 @@ class DevicePoolReader:
         self._memory = None
         if not self._is_mapped:
             return
+        self._table.release()
         for event in [*self._written, *self._read]:
             self._driver.destroy_event(event)
         self._driver.close(self.device, self._base)
-
-    def _check(self, ref: DeviceBlock) -> None:
-        end = ref.offset + ref.nbytes
-        if not (0 <= ref.slot < len(self._read) and 0 <= ref.offset and end <= self._size_bytes):
-            raise ProtocolError(f"slot {ref.slot}, [{ref.offset}, {end}) is not in pool {self.id}")
-        if ref.generation < self._newest[ref.slot]:
-            raise StaleRef(
-                f"block {ref.generation} of pool {self.id} is gone: "
-                f"slot {ref.slot} holds {self._newest[ref.slot]}"
-            )
 
     def _wait(self, slot: int, stream: Stream) -> None:
         event = self._written[slot]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 64  # of memory and of event handles: CUDA_IPC_HANDLE_SIZE
+# A stream is its device's number and, in the lower bits, the runtime's handle.
+_HANDLE_BITS = 64
+_HANDLE_MASK = (1 << _HANDLE_BITS) - 1
 
 
 class CudaDriver:
@@ -77,13 +80,6 @@ class CudaDriver:
         with self._on(device):
             self._do("cudaIpcCloseMemHandle", address)
 
-    def pin(self, address: Address, nbytes: int) -> None:
-        flags = self._rt.cudaHostRegisterPortable  # for every device of this process
-        self._do("cudaHostRegister", address, nbytes, flags)
-
-    def unpin(self, address: Address) -> None:
-        self._do("cudaHostUnregister", address)
-
     # ---- events
 
     def create_event(self, device: str) -> Event:
@@ -110,13 +106,16 @@ class CudaDriver:
     def current_stream(self, device: str) -> Stream:
         import torch
 
-        return int(torch.cuda.current_stream(self._number(device)).cuda_stream)
+        number = self._number(device)
+        return number << _HANDLE_BITS | int(torch.cuda.current_stream(number).cuda_stream)
 
     def record(self, event: Event, stream: Stream) -> None:
-        self._do("cudaEventRecord", self._events[event], stream)
+        with self._at(stream) as handle:
+            self._do("cudaEventRecord", self._events[event], handle)
 
     def wait(self, event: Event, stream: Stream) -> None:
-        self._do("cudaStreamWaitEvent", stream, self._events[event], 0)
+        with self._at(stream) as handle:
+            self._do("cudaStreamWaitEvent", handle, self._events[event], 0)
 
     def done(self, event: Event) -> bool:
         (code,) = self._rt.cudaEventQuery(self._events[event])
@@ -127,10 +126,12 @@ class CudaDriver:
 
     def copy(self, target: Address, source: Address, nbytes: int, stream: Stream) -> None:
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault  # told by the addresses
-        self._do("cudaMemcpyAsync", target, source, nbytes, kind, stream)
+        with self._at(stream) as handle:
+            self._do("cudaMemcpyAsync", target, source, nbytes, kind, handle)
 
     def synchronize(self, stream: Stream) -> None:
-        self._do("cudaStreamSynchronize", stream)
+        with self._at(stream) as handle:
+            self._do("cudaStreamSynchronize", handle)
 
     def tensor(self, device: str, address: Address, nbytes: int) -> torch.Tensor:
         import torch
@@ -169,7 +170,18 @@ class CudaDriver:
     @contextlib.contextmanager
     def _on(self, device: str) -> Iterator[None]:
         """Allocations and events belong to the current device; torch's must not change."""
-        number, before = self._number(device), self._do("cudaGetDevice")
+        with self._on_number(self._number(device)):
+            yield
+
+    @contextlib.contextmanager
+    def _at(self, stream: Stream) -> Iterator[int]:
+        """The stream's handle, on its device: handle 0 is each device's default stream."""
+        with self._on_number(stream >> _HANDLE_BITS):
+            yield stream & _HANDLE_MASK
+
+    @contextlib.contextmanager
+    def _on_number(self, number: int) -> Iterator[None]:
+        before = self._do("cudaGetDevice")
         if number != before:
             self._do("cudaSetDevice", number)
         try:
@@ -204,8 +216,7 @@ class _Memory:
 
 
 _HINTS = {
-    "cudaMalloc": "lower the stage's device pool, or its share of the device's memory",
-    "cudaHostRegister": "raise the limit of locked memory (ulimit -l, --ulimit memlock=-1)",
+    "cudaMalloc": "lower the stage's `pool`, or its share of the device's memory",
     "cudaIpcOpenMemHandle": "both ends must be in one IPC namespace (--ipc=host) on one driver",
     "cudaIpcGetMemHandle": "this device has no IPC: tensors must cross in shared memory",
 }
