@@ -157,15 +157,17 @@ def test_voice_and_seed_are_heard(desk: Desk) -> None:
 
 
 def test_more_than_the_model_has_positions_for(folder: Path, model: Any) -> None:
-    """transformers refuses it; here it is cut, into windows that are far shorter."""
-    desk = Desk(MODULE, model=str(folder), whole=20)
-    codes = tiny.codes(1100)  # 2200 frames: the model has 2048 positions
+    """transformers refuses it; here it is cut, into windows that are shorter."""
+    codes = tiny.codes(220)  # 440 frames: the model has 400 positions
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        transformers(model, codes, 5, "Chelsie")
+    desk = Desk(MODULE, model=str(folder), whole=6)
     task = speak(desk, codes, None, 5, "Chelsie")
     desk.run()
     got = heard(desk, task)
-    assert got.shape == (1100 * tiny.HOP,)
-    start = transformers(model, codes[:400], 5, "Chelsie")[: 300 * tiny.HOP]  # beyond one window
-    assert (got[: 300 * tiny.HOP] - start).abs().max() < 1e-3
+    assert got.shape == (220 * tiny.HOP,)
+    start = transformers(model, codes[:195], 5, "Chelsie")[: 140 * tiny.HOP]  # two windows' worth
+    assert (got[: 140 * tiny.HOP] - start).abs().max() < 1e-3
 
 
 def test_codes_outside_the_codec_fail_alone(desk: Desk, model: Any) -> None:

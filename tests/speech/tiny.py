@@ -32,7 +32,7 @@ DIT = {
     "enc_channels": [16, 16, 16, 16, 48],
     "enc_attention_channels": 8,
     "enc_se_channels": 8,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 400,
 }
 BIGVGAN = {
     "upsample_initial_channel": 64,
