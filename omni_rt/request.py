@@ -92,12 +92,43 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""  # the caller's own id, for logs; never used to address the request
 
 
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token that might have come, and the natural logarithm of its probability."""
+
+    token: str
+    id: int
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token of the reply, with the likeliest ones at its place if the request asked for them."""
+
+    token: str
+    id: int
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()  # likeliest first
+
+
+class CallPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a call of a tool: the first one has id and name, `arguments` joined are JSON."""
+
+    call: int  # 0, 1, 2, ... in a reply
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Text(msgspec.Struct, frozen=True, tag=True):
-    """A piece of the reply's text, in order."""
+    """A piece of the reply's text, in order, and what goes with it."""
 
     text: str
     tokens: tuple[int, ...] = ()
     output: str = "text"
+    index: int = 0  # which of the request's `n` replies
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, with the parameter `logprobs`
+    calls: tuple[CallPiece, ...] = ()  # of tools
+    # On the last piece of a reply of several, or that calls tools: "stop", "length", "tool_calls".
+    finish_reason: str | None = None
 
 
 class Image(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +164,7 @@ class Data(msgspec.Struct, frozen=True, tag=True):
     dtype: str  # torch's name without the prefix: "float32", "bfloat16", "uint8", ...
     shape: tuple[int, ...]
     output: str
+    index: int = 0  # which of the request's `n` replies
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -56,7 +56,7 @@ def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:
     if stage.options and stage.engine in SECTIONS:
         hint = f"its options belong under '{stage.engine}'"
         raise source.error((*here, "options"), f"the engine is {stage.engine}", hint)
-    for key in ("hidden", "facts"):
+    for key in ("hidden", "facts", "lora", "tool_parser"):
         if getattr(stage, key) and stage.engine not in AR_ENGINES:
             what = f"only stages of {', '.join(AR_ENGINES)} have '{key}', not {stage.engine}"
             raise source.error((*here, key), what)

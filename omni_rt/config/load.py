@@ -117,10 +117,17 @@ def _merges(old: Any, new: Any, path: Path) -> bool:
 
 
 def _resolve(value: dict[str, Any], base: FilePath | None) -> None:
-    """Make model folders absolute that are written relative to the file."""
+    """Make folders of models and adapters absolute that are written relative to the file."""
     stages = value.get("stages")
     holders = [value, *(stages.values() if isinstance(stages, dict) else ())]
     for holder in holders:
+        adapters = holder.get("lora") if isinstance(holder, dict) else None
+        if isinstance(adapters, dict) and base is not None:
+            for name, folder in adapters.items():
+                if isinstance(folder, str):
+                    adapters[name] = os.path.realpath(
+                        os.path.join(base, os.path.expanduser(folder))
+                    )
         model = holder.get("model") if isinstance(holder, dict) else None
         if isinstance(model, str) and model and base is not None:
             # Of os.path: a name that cannot be a folder's is an answer there, not an exception.

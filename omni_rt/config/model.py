@@ -121,6 +121,8 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     steps: Count | None = None  # diffusers: short for sampling.num_inference_steps
     hidden: HiddenConfig | None = None  # AR engines
     facts: dict[Name, str] = {}  # AR engines: fact -> special token that reports it
+    lora: dict[str, str] = {}  # AR engines: adapters by name; folders, relative to the file
+    tool_parser: str | None = None  # AR engines: vLLM's, that finds calls of tools in the text
     restart: RestartConfig = RestartConfig()
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # torch
     options: dict[str, Any] = {}  # of the torch module, or of an engine given as module:function

@@ -260,6 +260,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
     "list": (list, tuple),
+    "dict": (dict,),
 }
 
 

@@ -122,7 +122,15 @@ class Stream:
     def _output(self, name: str, chunk: Chunk) -> Output:
         data = chunk.data
         if isinstance(data, TextPiece):
-            return Text(data.text, data.tokens, name)
+            return Text(
+                data.text,
+                data.tokens,
+                name,
+                data.index,
+                data.logprobs,
+                data.calls,
+                data.finish_reason,
+            )
         if isinstance(data, Inline):
             content = data.data
         elif isinstance(data, Block):
@@ -135,4 +143,4 @@ class Stream:
             return Image(content, media_type, meta["width"], meta["height"], meta["seed"], name)
         if media_type.startswith("audio/"):
             return Audio(content, media_type, meta["sample_rate"], chunk.seq, chunk.last, name)
-        return Data(content, data.dtype, data.shape, name)
+        return Data(content, data.dtype, data.shape, name, meta.get("index", 0))

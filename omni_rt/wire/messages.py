@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from omni_rt.request import CallPiece, TokenLogprob
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local
 
 # Raised with every change of a message. A worker of another version is stopped at once.
@@ -25,6 +26,10 @@ class TextPiece(msgspec.Struct, frozen=True, tag="t", array_like=True):
 
     text: str
     tokens: tuple[int, ...] = ()
+    index: int = 0  # which of a request's `n` replies
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if asked for
+    calls: tuple[CallPiece, ...] = ()
+    finish_reason: str | None = None  # on a reply's last piece, if there is something to tell
 
 
 class Emit(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +174,7 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request parameter that a stage accepts, with its limits."""
 
     name: str
-    kind: Literal["int", "float", "str", "bool", "list"]
+    kind: Literal["int", "float", "str", "bool", "list", "dict"]
     minimum: float | None = None
     maximum: float | None = None
     multiple_of: int | None = None  # for sizes that a model can make
@@ -300,12 +305,12 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled", array_like=True):
     port: str
     wanted_bytes: int
     free_bytes: int
+    memory: int  # id of the arena or pool in which it waits for room
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
     number: int
     counters: dict[str, int]  # since start: steps, aborted, dropped, arena_bytes_in_use, ...
-    memory: int  # id of the arena or pool in which it waits for room
 
 
 class Crashed(msgspec.Struct, frozen=True, tag="crashed", array_like=True):

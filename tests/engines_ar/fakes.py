@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from omni_rt.wire.messages import Emit, Ports, StageSpec
+from omni_rt.wire.messages import Emit, Ports, StageSpec, TextPiece
 from omni_rt_workers.engine import Engine, Task
 from omni_rt_workers.engines import vllm_ar
 from omni_rt_workers.engines.vllm_ar.engine import AREngine
@@ -46,6 +46,8 @@ class Said:
     """All that came out for one request."""
 
     texts: list[str] = field(default_factory=list)
+    pieces: list[TextPiece] = field(default_factory=list)
+    metas: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     text_tokens: list[int] = field(default_factory=list)
     chunks: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     ended_ports: set[str] = field(default_factory=set)
@@ -85,12 +87,17 @@ class RecordingOutbox:
         return said
 
     def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
+        self.piece(task, TextPiece(text, tokens))
+
+    def piece(self, task: Task, piece: TextPiece) -> None:
         said = self._of(task, "text")
-        said.texts.append(text)
-        said.text_tokens += tokens
+        said.pieces.append(piece)
+        said.texts.append(piece.text)
+        said.text_tokens += piece.tokens
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
-        self.reserve(task, port, tuple(tensor.shape), "int64").copy_(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.reserve(task, port, tuple(tensor.shape), dtype).copy_(tensor)
         self.publish(task, port, last=last)
 
     def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -103,6 +110,8 @@ class RecordingOutbox:
     ) -> None:
         said = self._of(task, port)
         said.chunks[port].append(said.reserved.pop(port))
+        if meta is not None:
+            said.metas.setdefault(port, []).append(meta)
         said.ended_ports |= {port} if last else set()
 
     def put_bytes(
@@ -182,6 +191,7 @@ def stage(
     part: str | None = None,
     max_batch: int = 8,
     sampling: dict[str, Any] | None = None,
+    ports: tuple[str, ...] = (),
     **options: Any,
 ) -> StageSpec:
     return StageSpec(
@@ -193,7 +203,7 @@ def stage(
         max_batch=max_batch,
         options=options,
         sampling=sampling or {},
-        credits={},
+        credits=dict.fromkeys(ports, 1 << 20),
     )
 
 

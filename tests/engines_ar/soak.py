@@ -114,7 +114,8 @@ def _hold(each: Task, plan: Plan, age: int, report: Report) -> None:
 
 def digest(said: Said) -> str:
     assert said.reason == "length", said.error
-    found = hashlib.sha256(repr((said.text, said.text_tokens, said.usage)).encode())
+    usage = {name: count for name, count in said.usage.items() if name != "cached_tokens"}
+    found = hashlib.sha256(repr((said.text, said.text_tokens, usage)).encode())
     for port in sorted(said.chunks):
         found.update(said.tensor(port).numpy().tobytes())
     return found.hexdigest()

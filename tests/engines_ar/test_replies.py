@@ -56,7 +56,9 @@ def test_says_what_it_does_while_it_loads(one: Loaded) -> None:
     assert [(port.name, port.kind) for port in one.ports.outputs] == [
         ("text", "text"),
         ("tokens", "tokens"),
+        ("logprobs", "tensor"),
         ("hidden", "tensor"),
+        ("embeds", "tensor"),
     ]
     assert one.ports.inputs == ()
     assert one.ports.slots == 16

@@ -132,7 +132,7 @@ class Worker(OmniARModelRunner, Base):
         self.device = torch.device("cpu")
         self.is_driver_worker = True
         self._watched, self._draws, self._keeper = {}, Draws(), Keeper()
-        self._aux = aux
+        self._places = {"hidden": 0} if aux else {}
         self._pooled = {} if pooled else None
 
     def step(self, *pieces: Piece, ended: tuple[str, ...] = ()) -> Any:
@@ -141,7 +141,7 @@ class Worker(OmniARModelRunner, Base):
         return self.sample_tokens(None) if out is None else out
 
     def taken(self, request: str) -> list[list[float]]:
-        (parts,) = self.take_rows([request])
+        (parts,) = self.take_rows([(request, "hidden")])
         return torch.cat([part for part in parts if isinstance(part, torch.Tensor)]).tolist()
 
 
@@ -157,8 +157,8 @@ def version(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("aux", [False, True])
 def test_rows_are_cut_by_request_whatever_their_order(version: int, aux: bool) -> None:
     worker = Worker(version, aux=aux)
-    worker.watch_rows("a", 2, 100)
-    worker.watch_rows("c", 0, 4)
+    worker.watch_rows("a", "hidden", 2, 100)
+    worker.watch_rows("c", "hidden", 0, 4)
     worker.step(Piece("a", 0, 3, is_new=True), Piece("b", 7, 1), Piece("c", 0, 3, is_new=True))
     worker.step(Piece("c", 3, 2), Piece("a", 3, 1))
     assert worker.taken("a") == expected("a", 2, 4, layer=int(aux))
@@ -167,7 +167,7 @@ def test_rows_are_cut_by_request_whatever_their_order(version: int, aux: bool) -
 
 def test_rows_of_a_preempted_request_are_kept_once(version: int) -> None:
     worker = Worker(version)
-    worker.watch_rows("a", 0, 100)
+    worker.watch_rows("a", "hidden", 0, 100)
     worker.step(Piece("a", 0, 5, is_new=True))
     worker.step(Piece("a", 5, 1))
     # V2 forgets a preempted request and is sent it as a new one, reply and all.
@@ -178,7 +178,7 @@ def test_rows_of_a_preempted_request_are_kept_once(version: int) -> None:
 
 def test_a_step_of_nothing_keeps_nothing(version: int) -> None:
     worker = Worker(version, pooled=True)
-    worker.watch_rows("a", 0, 100)
+    worker.watch_rows("a", "hidden", 0, 100)
     worker.step(Piece("a", 0, 2, is_new=True))
     worker.step(ended=("b",))
     assert worker.taken("a") == expected("a", 0, 2)
@@ -205,7 +205,7 @@ def test_with_grammars_the_pooler_output_comes_with_the_tokens(version: int) -> 
 
 def test_settling_a_failed_step_takes_back_what_was_half_done(version: int) -> None:
     worker = Worker(version)
-    worker.watch_rows("a", 0, 100)
+    worker.watch_rows("a", "hidden", 0, 100)
     if version == 1:
         worker.model_runner.requests = {"a": None, "b": None}
     worker.step(Piece("a", 0, 5, is_new=True))

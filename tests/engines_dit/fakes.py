@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from omni_rt.wire.messages import Emit, StageSpec
+from omni_rt.wire.messages import Emit, StageSpec, TextPiece
 from omni_rt_workers.engine import Task
 from omni_rt_workers.engines import diffusers_dit
 from omni_rt_workers.engines.diffusers_dit.engine import DiTEngine
@@ -69,6 +69,9 @@ class RecordingOutbox:
     def __init__(self) -> None:
         self.said: dict[str, Said] = defaultdict(Said)
         self.hold_after: set[str] = set()  # ports whose output finds no room to follow
+
+    def piece(self, task: Task, piece: TextPiece) -> None:
+        raise NotImplementedError
 
     def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_rt.errors import OmniError
-from omni_rt.wire.messages import Emit, Ports, StageSpec
+from omni_rt.wire.messages import Emit, Ports, StageSpec, TextPiece
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,10 @@ class Outbox(Protocol):
 
     def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
         """The next piece of the port `text`. Ignored if nobody wants it."""
+        ...
+
+    def piece(self, task: Task, piece: TextPiece) -> None:
+        """The same with what goes with the text: log-probabilities, calls of tools, ..."""
         ...
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:

@@ -98,8 +98,11 @@ class StageOutbox:
     # ---- what the engine calls
 
     def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
+        self.piece(task, TextPiece(text, tokens))
+
+    def piece(self, task: Task, piece: TextPiece) -> None:
         if "text" in task.emit:
-            self._chunk_or_wait(task, "text", TextPiece(text, tokens))
+            self._chunk_or_wait(task, "text", piece)
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
         if port not in task.emit:
@@ -237,9 +240,6 @@ class StageOutbox:
             self._used[where, port] += room.cost_bytes
         return room
 
-    def _take_back(self, book: _Ledger, port: str | None = None) -> None:
-        """What was reserved and never published, on one port or on all."""
-        for name in [port] if port is not None else list(book.reserved):
     def _id(self, home: BlockWriter | DevicePool) -> int:
         return home.id if isinstance(home, DevicePool) else self._memory.arena_id
 
@@ -247,6 +247,9 @@ class StageOutbox:
         self._used[room.key[0], port] -= room.cost_bytes
         room.free()
 
+    def _take_back(self, book: _Ledger, port: str | None = None) -> None:
+        """What was reserved and never published, on one port or on all."""
+        for name in [port] if port is not None else list(book.reserved):
             held = book.reserved.pop(name, None)
             if held is not None and held.room is not None:
                 self._give(name, held.room)

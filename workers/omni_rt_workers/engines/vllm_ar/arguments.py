@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
 
 _HERE = "omni_rt_workers.engines.vllm_ar"
-_OPTIONS = ("vllm", "hidden", "facts", "memory_bytes", "threads", "via")
+_OPTIONS = ("vllm", "hidden", "facts", "lora", "tool_parser", "memory_bytes", "threads", "via")
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 _ROWS = ("reply", "prompt", "all")
 _KV_CACHE_BYTES = 64 << 20  # on CPU, if the stage does not say
 
@@ -35,6 +37,7 @@ def check_options(spec: StageSpec) -> Hidden:
         raise ConfigError(f"stage '{spec.name}' has no model", stage=spec.name)
     if spec.model.startswith("/") and not Path(spec.model).is_dir():
         raise ConfigError(f"stage '{spec.name}': there is no folder {spec.model}", stage=spec.name)
+    _lora(spec)
     given = spec.options.get("hidden") or {}
     _refuse_unknown(spec.name, "hidden has no option", given, ("layer", "rows"))
     hidden = Hidden(**given)
@@ -80,7 +83,7 @@ def engine_args(spec: StageSpec, hidden: Hidden) -> Any:
     given = dict(spec.options.get("vllm") or {})
     valid = [field.name for field in dataclasses.fields(EngineArgs)]
     _refuse_unknown(spec.name, "vLLM has no engine argument", given, valid)
-    own = {"hidden_layer": hidden.layer}
+    own = {"hidden_layer": hidden.layer, "embeds": "embeds" in spec.credits}
     given["additional_config"] = {**own, **given.get("additional_config", {})}
     defaults = {
         "model": source(spec),
@@ -91,7 +94,48 @@ def engine_args(spec: StageSpec, hidden: Hidden) -> Any:
         "use_tqdm_on_load": False,
         "seed": 0,
     }
-    return EngineArgs(**{**defaults, **_device_defaults(spec), **given})
+    return EngineArgs(**{**defaults, **_device_defaults(spec), **_lora(spec), **given})
+
+
+def adapters(spec: StageSpec) -> dict[str, Any]:
+    """vLLM's `LoRARequest`s of the stage's adapters, by name."""
+    from vllm.lora.request import LoRARequest
+
+    named = spec.options.get("lora") or {}
+    return {
+        name: LoRARequest(name, number, folder)
+        for number, (name, folder) in enumerate(named.items(), 1)
+    }
+
+
+def _lora(spec: StageSpec) -> dict[str, Any]:
+    """Room for the stage's adapters. Raises `ConfigError` for a folder that has none."""
+    named = spec.options.get("lora") or {}
+    if not named:
+        return {}
+    rank = max(_rank(spec.name, name, folder) for name, folder in named.items())
+    if rank > _RANKS[-1]:
+        raise ConfigError(f"stage '{spec.name}': lora: rank {rank} is above {_RANKS[-1]}")
+    # On CPU, requests without an adapter are computed with the one in the last slot if others in
+    # the batch have one (vLLM 0.32 indexes it with -1), so there that slot always stays empty.
+    slots = len(named) + 1 if spec.device == "cpu" else min(len(named), spec.max_batch)
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(slots, len(named)),
+        "max_lora_rank": next(room for room in _RANKS if room >= rank),
+    }
+
+
+def _rank(stage: str, name: str, folder: str) -> int:
+    try:
+        return int(json.loads((Path(folder) / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"stage '{stage}': lora.{name}: {folder} has no adapter: {error}",
+            stage=stage,
+            hint="a folder with adapter_config.json and adapter_model.safetensors",
+        ) from error
 
 
 def _device_defaults(spec: StageSpec) -> dict[str, Any]:

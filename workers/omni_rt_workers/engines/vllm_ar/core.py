@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from omni_rt.errors import BadRequest, ConfigError
+from omni_rt.errors import BadRequest, ConfigError, nearest
 from omni_rt.wire.tensors import nbytes_of
 from omni_rt_workers.engines.vllm_ar import arguments, failure, media, ranks, rest, rows
 
@@ -52,6 +52,7 @@ class Core:
                 f"{arguments.said(error)}",
                 stage=spec.name,
             ) from error
+        self._adapters = arguments.adapters(spec)
         model = config.model_config
         self.context: int = model.max_model_len  # tokens of prompt and reply
         self.slots: int = config.scheduler_config.max_num_seqs
@@ -108,10 +109,24 @@ class Core:
             raise BadRequest(f"the model cannot take this: {error}", param="messages") from error
         return dict(rendered)
 
-    def add(self, name: str, prompt: dict[str, Any], params: Any, priority: int) -> str:
+    def add(
+        self,
+        name: str,
+        prompt: dict[str, Any],
+        params: Any,
+        priority: int,
+        lora: str | None = None,
+    ) -> str:
         """vLLM's id of the request. Raises `BadRequest` with vLLM's complaint."""
+        if lora is not None and lora not in self._adapters:
+            raise BadRequest(
+                f"there is no adapter '{lora}'", param="lora", hint=nearest(lora, self._adapters)
+            )
+        adapter = None if lora is None else self._adapters[lora]
         try:
-            added: str = self._llm.add_request(name, prompt, params, priority=priority)
+            added: str = self._llm.add_request(
+                name, prompt, params, lora_request=adapter, priority=priority
+            )
         except (VLLMClientError, ValueError) as error:
             raise BadRequest(str(error), param=getattr(error, "parameter", None)) from error
         return added
@@ -119,19 +134,19 @@ class Core:
     def abort(self, ids: list[str]) -> None:
         self._llm.abort_request(ids, internal=True)
 
-    def watch_rows(self, id: str, first: int, end: int) -> None:
-        """Keep the hidden states of positions `first` to `end` - 1."""
-        self._llm.collective_rpc("watch_rows", args=(id, first, end))
+    def watch_rows(self, id: str, port: str, first: int, end: int) -> None:
+        """Keep the rows of positions `first` to `end` - 1: of the port `hidden` or `embeds`."""
+        self._llm.collective_rpc("watch_rows", args=(id, port, first, end))
 
-    def take_rows(self, ids: list[str]) -> list[list[torch.Tensor]]:
-        """Of each request what was kept since they were taken last, each [tokens, width]."""
-        taken = self._llm.collective_rpc("take_rows", args=(ids, *self._through()))[0]
+    def take_rows(self, keys: list[tuple[str, str]]) -> list[list[torch.Tensor]]:
+        """Of each (id, port) what was kept since they were taken last, each [tokens, width]."""
+        taken = self._llm.collective_rpc("take_rows", args=(keys, *self._through()))[0]
         if self._rows is None:
             return taken
         return [[self._rows.open(part) for part in parts] for parts in taken]
 
-    def forget_rows(self, ids: list[str]) -> None:
-        self._llm.collective_rpc("forget_rows", args=(ids, *self._through()))
+    def forget_rows(self, keys: list[tuple[str, str]]) -> None:
+        self._llm.collective_rpc("forget_rows", args=(keys, *self._through()))
 
     def _through(self) -> list[list[rows.Block]]:
         return [] if self._rows is None else [self._rows.through()]
@@ -162,10 +177,10 @@ class Core:
         for heat in (0.0, 1.0):
             params = SamplingParams(temperature=heat, top_p=0.9, seed=0, max_tokens=2)
             ids.append(self.add(f"warm-up {heat}", dict(tokens_input([0, 0])), params, 0))
-            self.watch_rows(ids[-1], 0, 3)
+            self.watch_rows(ids[-1], "hidden", 0, 3)
         while self._llm.has_unfinished_requests() or self.owes_step:
             self._llm.step()
-        self.forget_rows(ids)
+        self.forget_rows([(id, "hidden") for id in ids])
 
     def search(
         self, error: Exception, runnable: Callable[[], set[str]]

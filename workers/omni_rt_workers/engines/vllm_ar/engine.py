@@ -15,13 +15,20 @@ from omni_rt_workers.engines.vllm_ar import arguments, guard, prompt
 if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
     from omni_rt_workers.engine import Outbox, Say, Task
+    from omni_rt_workers.engines.vllm_ar.calls import Calls
     from omni_rt_workers.engines.vllm_ar.core import Core
     from omni_rt_workers.engines.vllm_ar.failure import Culprit
-    from omni_rt_workers.engines.vllm_ar.reply import Reply, Rows
+    from omni_rt_workers.engines.vllm_ar.reply import Group, Reply, Rows
 
 log = logging.getLogger(__name__)
 
-_OUTPUTS = (PortSpec("text", "text"), PortSpec("tokens", "tokens"), PortSpec("hidden", "tensor"))
+_ROWS = ("hidden", "embeds")
+_OUTPUTS = (
+    PortSpec("text", "text"),
+    PortSpec("tokens", "tokens"),
+    PortSpec("logprobs", "tensor"),
+    *[PortSpec(port, "tensor") for port in _ROWS],
+)
 
 
 class AREngine:
@@ -33,12 +40,13 @@ class AREngine:
         self._hidden = arguments.Hidden()
         self._facts: dict[int, str] = {}  # token id -> name
         self._replies: dict[str, Reply] = {}  # by the name given to vLLM
-        self._names: dict[Task, str] = {}
+        self._groups: dict[Task, Group] = {}
         self._numbers = count()
         self._blocked: set[str] | None = None  # what could run and found no room, see `idle`
         self._search: Iterator[list[Any] | Culprit] | None = None  # after a step that failed
         self._in_vain = 0  # such searches since a step last went well
         self._build: prompt.Build = prompt.from_template
+        self._parser: Any = None  # vLLM's class that finds calls of tools
         self._core: Core
 
     # ---- start and end
@@ -53,6 +61,7 @@ class AREngine:
         from omni_rt_workers.engines.vllm_ar import core, sampling
 
         self._check_sampling()
+        self._parser = self._find_parser()
         say("loading weights", 0.5)
         self._core = core.Core(self._spec, self._hidden)
         self._build = prompt.builder(self._core.model_type)
@@ -63,6 +72,14 @@ class AREngine:
         log.info("stage %s: context of %d tokens, %s", self._spec.name, self.context, versions)
         takes = tuple(sorted(self._core.takes))
         return Ports((), _OUTPUTS, sampling.PARAMS, 2 * self._core.slots, takes=takes)
+
+    def _find_parser(self) -> Any:
+        name = self._spec.options.get("tool_parser")
+        if name is None:
+            return None
+        from omni_rt_workers.engines.vllm_ar import calls
+
+        return calls.parser_named(name, self._spec.name)
 
     def _check_sampling(self) -> None:
         from omni_rt_workers.engines.vllm_ar import sampling
@@ -90,7 +107,7 @@ class AREngine:
 
     def close(self) -> None:
         self._replies.clear()
-        self._names.clear()
+        self._groups.clear()
         if hasattr(self, "_core"):
             self._core.close()
             del self._core
@@ -99,9 +116,10 @@ class AREngine:
 
     def add(self, task: Task) -> None:
         from omni_rt_workers.engines.vllm_ar import sampling
+        from omni_rt_workers.engines.vllm_ar.reply import Group
 
-        asked = prompt.prompt_of(task.values, self._core.tokenizer, self._build)
-        rendered = self._core.render(asked)
+        sampling.check(task.params)
+        rendered = self._core.render(self._prompt(task))
         ids = rendered["prompt_token_ids"]
         room = self.context - len(ids)
         if room < 1:
@@ -112,21 +130,78 @@ class AREngine:
                 stage=self._spec.name,
                 hint="shorten the prompt",
             )
-        rows = "hidden" in task.emit
-        params = sampling.sampling_params(task, self._core.sampling, room, rows=rows)
-        name = str(next(self._numbers))
-        id = self._core.add(name, rendered, params, -task.priority)
-        self._names[task] = name
-        self._replies[name] = self._reply(task, id, len(ids))
+        replies = task.params.get("n") or 1
+        if replies > 1 and not task.emit.keys().isdisjoint(_ROWS):
+            raise BadRequest("with n above 1 there are no hidden states", param="n")
+        group = self._groups[task] = Group(task, len(ids), left=replies)
+        try:
+            for index in range(replies):
+                self._start(group, rendered, room, index)
+        except BaseException:
+            self._drop(group)
+            raise
 
-    def _reply(self, task: Task, id: str, prompt_tokens: int) -> Reply:
+    def _prompt(self, task: Task) -> prompt.Prompt:
+        tools = task.params.get("tools")
+        more = {"tools": tools} if tools and task.params.get("tool_choice") != "none" else {}
+        asked = prompt.prompt_of(task.values, self._core.tokenizer, self._build, more)
+        keep = task.params.get("truncate_prompt_tokens")
+        if keep is not None and asked.files:
+            raise BadRequest(
+                "a prompt with pictures, sound or film cannot be truncated",
+                param="truncate_prompt_tokens",
+            )
+        return asked if keep is None else prompt.Prompt(asked.ids[-keep:])
+
+    def _start(self, group: Group, rendered: dict[str, Any], room: int, index: int) -> None:
+        from omni_rt_workers.engines.vllm_ar import sampling
+
+        task = group.task
+        calls = self._calls(task)
+        params = sampling.sampling_params(
+            task,
+            self._core.sampling,
+            room,
+            rows=not task.emit.keys().isdisjoint(_ROWS),
+            index=index,
+            special_tokens=calls is not None and calls.special_tokens,
+        )
+        name = str(next(self._numbers))
+        lora = task.params.get("lora")
+        id = self._core.add(name, rendered, params, -task.priority, lora)
+        group.names.append(name)
+        self._replies[name] = self._reply(group, id, index, params.logprobs, calls)
+
+    def _reply(
+        self, group: Group, id: str, index: int, top_logprobs: int | None, calls: Calls | None
+    ) -> Reply:
         from omni_rt_workers.engines.vllm_ar.reply import Reply
 
-        reply = Reply(task, id, prompt_tokens, self._facts)
-        if "hidden" in task.emit:
-            reply.rows = self._rows(prompt_tokens)
-            self._core.watch_rows(id, reply.rows.next, reply.rows.end)
+        reply = Reply(group, id, index, self._facts, calls=calls, top_logprobs=top_logprobs)
+        for port in _ROWS:
+            if port in group.task.emit:
+                rows = reply.rows[port] = self._rows(group.prompt_tokens)
+                self._core.watch_rows(id, port, rows.next, rows.end)
         return reply
+
+    def _calls(self, task: Task) -> Calls | None:
+        """What finds calls of tools in a reply to the task, if it may have some."""
+        tools = task.params.get("tools")
+        if not tools or task.params.get("tool_choice") == "none" or "text" not in task.emit:
+            return None
+        if self._parser is None:
+            raise BadRequest(
+                f"stage {self._spec.name} does not find calls of tools in what the model says",
+                param="tools",
+                hint=f"name vLLM's parser: stages.{self._spec.name}.tool_parser",
+            )
+        from omni_rt_workers.engines.vllm_ar.calls import Calls
+
+        stream = task.emit["text"].stream
+        try:
+            return Calls(self._parser, self._core.tokenizer, tools, stream=stream)
+        except ValueError as error:
+            raise BadRequest(f"tools: {error}", param="tools") from error
 
     def _rows(self, prompt_tokens: int) -> Rows:
         from omni_rt_workers.engines.vllm_ar.reply import Rows
@@ -139,16 +214,21 @@ class AREngine:
         """Nothing to do: the engine has no input ports."""
 
     def abort(self, task: Task) -> None:
-        name = self._names.get(task)
-        if name is not None:
-            self._core.abort([self._replies[name].id])
+        if task in self._groups:
+            self._drop(self._groups[task])
+
+    def _drop(self, group: Group) -> None:
+        """All replies of a task."""
+        left = [name for name in group.names if name in self._replies]
+        self._core.abort([self._replies[name].id for name in left])
+        for name in left:
             self._forget(name)
+        del self._groups[group.task]
 
     def _forget(self, name: str) -> None:
         reply = self._replies.pop(name)
-        del self._names[reply.task]
-        if reply.rows is not None:
-            self._core.forget_rows([reply.id])
+        if reply.rows:
+            self._core.forget_rows([(reply.id, port) for port in reply.rows])
 
     # ---- steps
 
@@ -189,34 +269,42 @@ class AREngine:
     def _fetch_rows(self, outputs: list[Any]) -> None:
         """Take the rows that are due from the worker: one call for all requests, none if none."""
         due = [
-            (reply.id, reply.rows)
+            (reply.id, port, rows)
             for output in outputs
-            if (reply := self._replies[output.request_id]).rows is not None
-            and (output.finished or reply.wants_rows_now)
+            if (reply := self._replies[output.request_id]).rows
+            for port, rows in reply.due(finished=output.finished)
         ]
         if not due:
             return
-        taken = self._core.take_rows([id for id, _ in due])
-        for (_, rows), parts in zip(due, taken, strict=True):
+        taken = self._core.take_rows([(id, port) for id, port, _ in due])
+        for (_, _, rows), parts in zip(due, taken, strict=True):
             rows.parts.extend(parts)
 
     def _give(self, output: Any) -> None:
         """Give out what a step made for one request; an error in that fails this request alone."""
-        reply = self._replies[output.request_id]
+        from omni_rt_workers.engines.vllm_ar.reply import checked
+
+        reply = self._replies.get(output.request_id)
+        if reply is None:  # another reply of its task failed just now
+            return
         said = output.outputs[0]
+        reason = None
         try:
-            reply.take(said.text, list(said.token_ids))
-            reply.give(self._out, finished=output.finished)
             if output.finished:
-                reply.finish(self._out, said.finish_reason)
+                reason = checked(said.finish_reason, reply.task.request)
+            reply.take(said)
+            reply.group.cached = max(reply.group.cached, output.num_cached_tokens or 0)
+            reply.give(self._out, reason)
+            if reason is not None:
+                reply.end(self._out, reason)
         except Exception as error:
             self._out.fail(reply.task, error)
-            if not output.finished:
-                self._core.abort([reply.id])
-            self._forget(output.request_id)
+            self._drop(reply.group)
         else:
             if output.finished:
                 self._forget(output.request_id)
+                if not reply.group.left:
+                    del self._groups[reply.task]
 
     def _go_on_searching(self, search: Iterator[list[Any] | Culprit]) -> None:
         """After a step that raised: whoever made it fail fails alone, the others go on. One step
@@ -240,12 +328,12 @@ class AREngine:
         return {reply.id for reply in self._replies.values() if not reply.task.held}
 
     def _fail(self, id: str, error: Exception) -> None:
-        name = next(name for name, reply in self._replies.items() if reply.id == id)
+        reply = next(reply for reply in self._replies.values() if reply.id == id)
         failed = StageFailed(
             f"the model fails on this request: {type(error).__name__}: {error}",
-            request=self._replies[name].task.request,
+            request=reply.task.request,
             stage=self._spec.name,
         )
         failed.__cause__ = error
-        self._out.fail(self._replies[name].task, failed)
-        self._forget(name)
+        self._out.fail(reply.task, failed)
+        self._drop(reply.group)

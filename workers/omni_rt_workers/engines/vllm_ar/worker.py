@@ -47,7 +47,7 @@ class OmniARModelRunner:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[tuple[str, str], Watched] = {}  # by request and port
         self._keeper = Keeper()
         pooled = self.vllm_config.additional_config.get("pooler_output", False)
         self._pooled: dict[str, torch.Tensor] | None = {} if pooled else None
@@ -62,12 +62,17 @@ class OmniARModelRunner:
                 f"hidden.layer is {layer}, and the model has {layers} layers",
                 hint=f"give one of {-layers - 1} to {layers}; -1 is after the final norm",
             )
-        self._aux = layer not in (-1, layers)
-        if self._aux:
-            self._give_out(layer % (layers + 1))
+        wanted = {} if layer in (-1, layers) else {"hidden": layer % (layers + 1)}
+        if self.vllm_config.additional_config.get("embeds", False):
+            wanted["embeds"] = 0
+        given = sorted(set(wanted.values()))
+        # Where a port's rows are among those that the model returns beside its output, if they are.
+        self._places = {port: given.index(layer) for port, layer in wanted.items()}
+        if given:
+            self._give_out(tuple(given))
 
-    def _give_out(self, layer: int) -> None:
-        """Have the model return the input of `layer` beside its output: both or neither of the
+    def _give_out(self, layers: tuple[int, ...]) -> None:
+        """Have the model return the inputs of `layers` beside its output: both or neither of the
         layers and the runner's flag must be set, so that forward's tuple is understood."""
         model = self.get_model()
         if not hasattr(model, "set_aux_hidden_state_layers") and hasattr(
@@ -79,7 +84,7 @@ class OmniARModelRunner:
                 f"{type(model).__name__} gives out no hidden states but those of its last layer",
                 hint="set hidden.layer to -1",
             )
-        model.set_aux_hidden_state_layers((layer,))
+        model.set_aux_hidden_state_layers(layers)
         self.model_runner.use_aux_hidden_state_outputs = True
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -118,19 +123,23 @@ class OmniARModelRunner:
     def _keep_rows(self, scheduler_output: Any) -> None:
         if not self._watched and self._pooled is None:
             return
-        parts = _rows_by_request(self.model_runner, scheduler_output, aux=self._aux)
-        if self._pooled is not None:
-            self._pooled = {request: rows.clone() for request, rows in parts}
+        ports = {port for _, port in self._watched} | {"hidden"}
         starts = _starts(scheduler_output)
-        for request, rows in parts:
-            if request in self._watched:
-                self._watched[request].keep(starts[request], rows, self._keeper)
+        for port in sorted(ports):
+            place = self._places.get(port)
+            parts = _rows_by_request(self.model_runner, scheduler_output, place)
+            if self._pooled is not None and port == "hidden":
+                self._pooled = {request: rows.clone() for request, rows in parts}
+            for request, rows in parts:
+                if (request, port) in self._watched:
+                    self._watched[request, port].keep(starts[request], rows, self._keeper)
 
     # ---- called by the engine
 
-    def watch_rows(self, request: str, first: int, end: int) -> None:
-        """Keep the rows of positions `first` to `end` - 1 of a request from now on."""
-        self._watched[request] = Watched(first, end)
+    def watch_rows(self, request: str, port: str, first: int, end: int) -> None:
+        """Keep a request's rows of positions `first` to `end` - 1 from now on: hidden states for
+        the port `hidden`, input embeddings for `embeds`."""
+        self._watched[request, port] = Watched(first, end)
 
     def share_rows(self, process: int, fd: int, size_bytes: int) -> str | None:
         """Hand rows over in the arena that `process` has under `fd`. Why not, if that fails."""
@@ -142,9 +151,9 @@ class OmniARModelRunner:
         return None
 
     def take_rows(
-        self, requests: list[str], through: Collection[Block] = ()
+        self, keys: list[tuple[str, str]], through: Collection[Block] = ()
     ) -> list[list[torch.Tensor | Ref]]:
-        """The rows kept of each request since they were taken last; empty on other ranks.
+        """The rows kept of each request and port since they were taken last; empty on other ranks.
 
         `through` are blocks taken before that may be used again.
         """
@@ -152,14 +161,14 @@ class OmniARModelRunner:
             return []
         self._keeper.free(through)
         taken = []
-        for request in requests:
-            watched = self._watched[request]
+        for key in keys:
+            watched = self._watched[key]
             taken.append([self._keeper.give(part) for part in watched.parts])
             watched.parts = []
         return taken
 
-    def forget_rows(self, requests: list[str], through: Collection[Block] = ()) -> None:
-        gone = [self._watched.pop(request, None) for request in requests]
+    def forget_rows(self, keys: list[tuple[str, str]], through: Collection[Block] = ()) -> None:
+        gone = [self._watched.pop(key, None) for key in keys]
         parts = [part for watched in gone if watched is not None for part in watched.parts]
         self._keeper.free(through)
         self._keeper.free([part.block for part in parts if part.block is not None])
@@ -174,7 +183,7 @@ class OmniARModelRunner:
         try:
             self.model_runner.execute_model_state = None
             self._draws.take_back(self.model_runner, held)
-            for request, watched in self._watched.items():
+            for (request, _), watched in self._watched.items():
                 if request in held:
                     watched.cut(held[request][0], self._keeper)
             if self.device.type != "cpu":
@@ -188,7 +197,7 @@ class OmniARModelRunner:
 
     def held_requests(self) -> tuple[int, int]:
         """Requests that the runner knows, and requests whose rows are kept."""
-        return len(_known(self.model_runner)), len(self._watched)
+        return len(_known(self.model_runner)), len({request for request, _ in self._watched})
 
 
 class OmniCPUWorker(OmniARModelRunner, CPUWorker):
@@ -219,13 +228,14 @@ def _known(runner: Any) -> Collection[str]:
 
 
 def _rows_by_request(
-    runner: Any, scheduler_output: Any, *, aux: bool
+    runner: Any, scheduler_output: Any, place: int | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Each request's rows of the step, in the runner's order: views of what it uses again."""
+    """Each request's rows of the step, in the runner's order: views of what it uses again. `place`
+    is where they are among the layers given beside the output, None for the output itself."""
     state = runner.execute_model_state
     if state is None or not scheduler_output.total_num_scheduled_tokens:
         return []
-    rows = state.aux_hidden_states[0] if aux else state.hidden_states
+    rows = state.hidden_states if place is None else state.aux_hidden_states[place]
     made = getattr(state, "input_batch", None)
     if made is not None:  # model runner V2 makes a batch for each step
         bounds = made.query_start_loc_np.tolist()
