@@ -15,11 +15,12 @@ from litestar.di import NamedDependency
 from litestar.params import JSONBody
 
 from omni_rt.errors import BadRequest
-from omni_rt.request import Audio, ChatMessage, Done, Image, Output, Request, Text
+from omni_rt.request import Audio, ChatMessage, Done, Image, Output, Part, Request, Text
 from omni_rt.runtime.stream import Stream
-from omni_rt.server import sse
+from omni_rt.server import sse, tools
 from omni_rt.server.errors import ErrorReply, reply_of
 from omni_rt.server.gone import unless_gone
+from omni_rt.server.logprobs import Logprobs, logprobs_of
 from omni_rt.server.parts import ContentPart, part_of
 from omni_rt.server.speech import AudioFormat, AudioOptions, AudioReply, Talk, spoken
 from omni_rt.server.state import Int, PictureFields, Seed, Served, set_fields
@@ -30,6 +31,9 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=16)]
 class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
+    tool_calls: list[tools.Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -64,6 +68,21 @@ class ChatBody(PictureFields, kw_only=True):
     repetition_penalty: float | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    logit_bias: dict[str, float] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    lora: str | None = None
     audio: AudioOptions | None = None
     extra_body: ExtraBody | None = None
 
@@ -83,19 +102,26 @@ class Reply(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     images: list[ImagePart] | None = None
+    tool_calls: list[tools.Call] | None = None
     audio: AudioReply | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class Choice(msgspec.Struct):
     index: int
     message: Reply
     finish_reason: str
+    logprobs: Logprobs | None = None
 
 
 class Completion(msgspec.Struct):
@@ -112,6 +138,7 @@ class DeltaChoice(msgspec.Struct):
     index: int
     delta: Reply
     finish_reason: str | None = None
+    logprobs: Logprobs | None = None
 
 
 class Delta(msgspec.Struct):
@@ -145,8 +172,6 @@ async def chat(
 
 
 def _request(served: Served, body: ChatBody, index: int) -> Request:
-    if body.response_format and body.response_format.get("type") != "text":
-        raise BadRequest("only response_format 'text' is supported", param="response_format")
     if body.modalities == []:
         raise BadRequest("modalities asks for nothing", param="modalities", hint="leave it out")
     if body.audio is not None:
@@ -167,6 +192,19 @@ def _request(served: Served, body: ChatBody, index: int) -> Request:
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         voice=body.audio.voice if body.audio else None,
+        logprobs=_logprobs(body),
+        logit_bias=body.logit_bias or None,
+        structured_outputs=_structure(body),
+        tools=_tools(body),
+        tool_choice=tools.choice_of(body.tool_choice) if body.tools else None,
+        stop_token_ids=body.stop_token_ids,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        bad_words=body.bad_words,
+        allowed_token_ids=body.allowed_token_ids,
+        skip_special_tokens=body.skip_special_tokens,
+        spaces_between_special_tokens=body.spaces_between_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        lora=body.lora,
     )
     extra = body.extra_body.params() if body.extra_body else {}
     kinds = body.modalities
@@ -192,13 +230,54 @@ def _stop(stop: str | list[str] | None) -> list[str] | None:
     return stops or None
 
 
+def _logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        what = "top_logprobs goes with logprobs"
+        raise BadRequest(what, param="top_logprobs", hint="write logprobs: true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    if body.parallel_tool_calls is False and body.tools:
+        what = "how many tools are called is up to the model"
+        raise BadRequest(what, param="parallel_tool_calls", hint="leave it out")
+    return body.tools or None
+
+
+def _structure(body: ChatBody) -> dict[str, Any] | None:
+    """What the engine is told of `response_format`."""
+    form = body.response_format or {"type": "text"}
+    kind = form.get("type")
+    if kind == "text":
+        return body.structured_outputs or None
+    if body.structured_outputs:
+        what = "response_format and structured_outputs ask for the same"
+        raise BadRequest(what, param="structured_outputs", hint="leave one of them out")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise BadRequest(
+            f"there is no response_format {kind!r:.50}",
+            param="response_format.type",
+            hint="one of: text, json_object, json_schema",
+        )
+    described = form.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        where = "response_format.json_schema.schema"
+        raise BadRequest("there is no schema", param=where, hint="it is an object")
+    return {"json": schema}
+
+
 def _message(message: Message, index: int) -> ChatMessage:
-    content = message.content
-    if not isinstance(content, list):
-        return ChatMessage(message.role, content or "")
-    where = f"messages[{index}].content"
-    parts = tuple(part_of(part, f"{where}[{k}]") for k, part in enumerate(content))
-    return ChatMessage(message.role, parts)
+    where, content = f"messages[{index}]", message.content or ""
+    parts: str | tuple[Part, ...] = (
+        content
+        if isinstance(content, str)
+        else tuple(part_of(part, f"{where}.content[{k}]") for k, part in enumerate(content))
+    )
+    calls = tools.said_before(message.tool_calls, f"{where}.tool_calls")
+    return ChatMessage(message.role, parts, calls, message.tool_call_id, message.name)
 
 
 # ---- out, whole
@@ -226,13 +305,21 @@ def _completion(
 def _choice(
     outputs: list[Output], index: int, head: tuple[str, int, str], form: AudioFormat
 ) -> Choice:
-    text = "".join(output.text for output in outputs if isinstance(output, Text))
+    texts = [output for output in outputs if isinstance(output, Text)]
+    text = "".join(piece.text for piece in texts)
+    calls = tools.whole(call for piece in texts for call in piece.calls)
     images = [_image_part(output) for output in outputs if isinstance(output, Image)]
     sounds = [output for output in outputs if isinstance(output, Audio)]
     audio = spoken(sounds, _audio_id(head, index), text, head[1], form) if sounds else None
     done = outputs[-1]
     assert isinstance(done, Done)
-    return Choice(index, Reply("assistant", text, images or None, audio), done.finish_reason)
+    reply = Reply("assistant", text, images or None, calls or None, audio)
+    return Choice(index, reply, _reason(texts, done), logprobs_of(texts))
+
+
+def _reason(texts: list[Text], done: Done) -> str:
+    """Why the reply ended: its last piece may know more of it."""
+    return (texts[-1].finish_reason if texts else None) or done.finish_reason
 
 
 def _audio_id(head: tuple[str, int, str], index: int) -> str:
@@ -250,7 +337,8 @@ def data_url(image: Image) -> str:
 def _usage(ends: list[Done]) -> Usage:
     prompt = sum(done.usage.get("prompt_tokens", 0) for done in ends[:1])
     reply = sum(done.usage.get("completion_tokens", 0) for done in ends)
-    return Usage(prompt, reply, prompt + reply)
+    cached = sum(done.usage.get("cached_tokens", 0) for done in ends[:1])
+    return Usage(prompt, reply, prompt + reply, PromptDetails(cached))
 
 
 # ---- out, streamed
@@ -262,6 +350,7 @@ async def _events(
     """Raises what goes wrong before the first output; tells what goes wrong after it."""
     ends: list[Done] = []
     begun = False
+    last: dict[int, Text] = {}
     talks = [Talk(_audio_id(head, k), head[1]) for k in range(len(streams))]
     try:
         async for k, output in sse.merged(streams):
@@ -271,7 +360,8 @@ async def _events(
                     yield _event(head, index, Reply("assistant", ""))
             if isinstance(output, Text):
                 talks[k].hear(output)
-                yield _event(head, k, Reply(content=output.text))
+                last[k] = output
+                yield _text_event(head, k, output)
             elif isinstance(output, Audio):
                 yield _event(head, k, Reply(audio=talks[k].say(output)))
             elif isinstance(output, Image):
@@ -280,7 +370,8 @@ async def _events(
                 ends.append(output)
                 if talks[k].begun:
                     yield _event(head, k, Reply(audio=talks[k].end()))
-                yield _event(head, k, Reply(), output.finish_reason)
+                said = [last[k]] if k in last else []
+                yield _event(head, k, Reply(), _reason(said, output))
         if with_usage:
             yield sse.data(Delta(*head, [], _usage(ends)))
     except Exception as error:
@@ -291,6 +382,14 @@ async def _events(
         for stream in streams:
             await stream.aclose()
     yield sse.DONE
+
+
+def _text_event(head: tuple[str, int, str], index: int, piece: Text) -> bytes:
+    calls = tools.pieces(piece.calls) or None
+    content = None if calls and not piece.text else piece.text
+    choice = DeltaChoice(index, Reply(content=content, tool_calls=calls), None)
+    choice.logprobs = logprobs_of([piece])
+    return sse.data(Delta(*head, [choice]))
 
 
 def _event(

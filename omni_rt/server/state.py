@@ -32,12 +32,8 @@ _REFUSED = {
     "audio": "leave it out",
     "functions": "leave it out",
     "height": "use size, as WIDTHxHEIGHT",
-    "logit_bias": "leave it out",
-    "logprobs": "leave it out",
     "mask": "leave it out",
     "sampling_params_list": "leave it out",
-    "tools": "leave it out",
-    "top_logprobs": "leave it out",
     "width": "use size, as WIDTHxHEIGHT",
 }
 
@@ -49,6 +45,8 @@ class PictureFields(msgspec.Struct, kw_only=True):
     num_inference_steps: Int | None = None
     guidance_scale: float | None = None
     negative_prompt: str | None = None
+    scheduler: str | None = None
+    exact: bool | None = None
 
     def params(self) -> dict[str, Any]:
         return {
@@ -57,6 +55,8 @@ class PictureFields(msgspec.Struct, kw_only=True):
                 num_inference_steps=self.num_inference_steps,
                 guidance_scale=self.guidance_scale,
                 negative_prompt=self.negative_prompt,
+                scheduler=self.scheduler,
+                exact=self.exact,
             ),
         }
 
@@ -116,6 +116,8 @@ class Served:
                 error.param = "size"  # as it is called in the body
             elif isinstance(error, BadRequest) and error.param == "voice":
                 error.param = "audio.voice"
+            elif isinstance(error, BadRequest) and error.param == "structured_outputs":
+                error.param = "response_format"
             raise
         return streams
 
