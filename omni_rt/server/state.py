@@ -144,7 +144,7 @@ def size_params(size: str | None) -> dict[str, int]:
     if size is None or size == "auto":
         return {}
     width, _, height = size.partition("x")
-    if not (width.isdecimal() and height.isdecimal()) or len(size) > 12:
+    if not (width.isdecimal() and height.isdecimal()) or len(size) > 24:
         raise BadRequest(
             f"size must be WIDTHxHEIGHT or 'auto', got '{size[:40]}'",
             param="size",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,27 @@ def test_a_size_that_the_model_cannot_make_is_refused_with_its_limit(server: Ser
     _, picture = answer(server[1], ASKED, size="512x256", num_inference_steps=1)
     assert picture is not None
     assert picture.size == (512, 256)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "told"),
+    [
+        ({"size": "100000x100000"}, "size", "at most 512, got 100000"),
+        ({"num_inference_steps": 0}, "num_inference_steps", "at least 1 and at most 1000, got 0"),
+        ({"num_inference_steps": 10**9}, "num_inference_steps", "at most 1000"),
+        ({"guidance_scale": -1}, "guidance_scale", "at least 0, got -1"),
+        ({"scheduler": "Sorcery"}, "scheduler", "valid: FlowMatchEulerDiscreteScheduler"),
+        ({"extra_body": {"steps": 4}}, "extra_body.steps", "steps"),
+        ({"n": 17}, "n", "16"),
+    ],
+)
+def test_what_cannot_be_painted_is_refused_by_name(
+    server: Server, more: dict[str, Any], param: str, told: str
+) -> None:
+    status, body = chat(server[1], ASKED, **more)
+    assert status == 400
+    assert body["error"]["param"] == param
+    assert told in body["error"]["message"]
 
 
 @pytest.mark.parametrize("victim", ["writer", "painter"])

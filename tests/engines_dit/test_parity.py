@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import diffusers
+import msgspec
 import pytest
 import torch
 from PIL import ImageChops
+
+from omni_rt.errors import BadRequest, ConfigError
 
 from . import tiny
 from .fakes import RecordingOutbox, difference, loaded, run, stage, task
@@ -195,3 +199,48 @@ def test_prompts_are_read_if_there_is_a_text_encoder(
         expected = out.said[f"plain{seed}"].tensors["latents"]
         assert difference(out.said[f"r{seed}"].tensors["latents"], expected) <= 1e-5
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_each_request_may_have_a_scheduler_of_its_own(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    # With the scheduler as saved: one that never was takes fewer values over into another class.
+    saved = f"{folders['stable_diffusion']}/scheduler"
+    pipeline = tiny.stable_diffusion()
+    pipeline.register_modules(scheduler=diffusers.PNDMScheduler.from_pretrained(saved))
+    pipeline.set_progress_bar_config(disable=True)
+    engine = loaded(stage(folders["stable_diffusion"]), out)
+    own, expected = pipeline.scheduler, []
+    names = ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"]
+    pairs = [asked("stable_diffusion", seed, 4, 7) for seed in range(4)]
+    for (made, same), name in zip(pairs, [*names, None], strict=True):
+        pipeline.scheduler = own
+        if name is not None:
+            made.params["scheduler"] = name
+            pipeline.scheduler = getattr(diffusers, name).from_config(own.config)
+        expected.append(alone(pipeline, same))
+    joined = engine.counts.joined
+    run(engine, *[made for made, _ in pairs])
+    assert max(map(difference, results(out, pairs), expected)) <= 1e-5
+    assert difference(results(out, pairs)[0], alone(pipeline, pairs[0][1])) > 0.1  # its default
+    assert engine.counts.joined > joined
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_scheduler_that_does_not_fit_is_refused(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    engine = loaded(stage(folders["zimage"]), out)
+    made, _ = asked("zimage", 0, 3, 7)
+    made.params["scheduler"] = "DDIMScheduler"
+    with pytest.raises(BadRequest, match="no scheduler 'DDIMScheduler'.*FlowMatchEuler") as raised:
+        engine.add(made)
+    assert raised.value.param == "scheduler"
+    engine.close()
+    stray = msgspec.structs.replace(
+        stage(folders["stable_diffusion"]), sampling={"scheduler": "UniPC"}
+    )
+    with pytest.raises(ConfigError, match="no scheduler 'UniPC'.*UniPCMultistepScheduler"):
+        loaded(stray, out)

@@ -357,6 +357,7 @@ def test_ports_are_those_of_the_signature(folders: dict[str, str], out: Recordin
         "cfg_normalization",
         "cfg_truncation",
         "exact",
+        "scheduler",
         "seed",
     }
     assert (params["height"].minimum, params["height"].maximum) == (4, 128)

@@ -49,6 +49,9 @@ async def test_no_picture_is_an_error_with_the_models_words() -> None:
         ({"stream": True}, "stream"),
         ({"output_format": "webp"}, "output_format"),
         ({"guidance_scale": 4.0}, "guidance_scale"),  # no stage here has one
+        ({"scheduler": "EulerDiscreteScheduler"}, "scheduler"),
+        ({"exact": True}, "exact"),
+        ({"exact": "yes"}, "exact"),
     ],
 )
 async def test_a_wrong_field_is_named(more: dict[str, Any], param: str) -> None:

@@ -228,7 +228,11 @@ class DiTEngine:
         arguments = self._form.arguments(task, seed)
         if {"image", "latents"} <= task.emit.keys():
             self._form.watch_latents(arguments, lambda latents: self._saw(painting, latents))
-        fibre = self._shells.fibre(arguments, lambda shell: self._stepped(painting, shell))
+        fibre = self._shells.fibre(
+            arguments,
+            lambda shell: self._stepped(painting, shell),
+            scheduler=task.params.get("scheduler"),
+        )
         exact = bool(task.params.get("exact"))
         expected = self._form.steps(task.params)
         painting = Painting(task, seed, fibre, exact, expected)

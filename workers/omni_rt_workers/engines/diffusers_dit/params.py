@@ -12,6 +12,7 @@ import torch
 from omni_rt.errors import BadRequest, ConfigError, nearest
 from omni_rt.wire.messages import ParamProduct, ParamSpec, Ports, PortSpec
 from omni_rt_workers.engines.diffusers_dit import limits as bounds
+from omni_rt_workers.engines.diffusers_dit.shell import compatible_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 # The engine gives these itself, or a request has no say in them.
 _OWN = ("self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt")
-_ENGINES = ("seed", "exact")  # parameters that the engine has beside the pipeline's
+_ENGINES = ("seed", "exact", "scheduler")  # parameters that the engine has beside the pipeline's
 _OF_TEXT = ("max_sequence_length", "clip_skip", "clean_caption")
 _KINDS: tuple[Literal["str", "float", "int", "bool"], ...] = ("str", "float", "int", "bool")
 
@@ -88,10 +89,18 @@ class CallForm:
         return None if value is inspect.Parameter.empty else value
 
     def refuse_unknown(self, params: dict[str, Any]) -> None:
-        """Raises `BadRequest` that names the first parameter this pipeline does not take."""
-        valid = [spec.name for spec in self.params]
-        for name in params:
-            if name not in valid:
+        """Raises `BadRequest` that names the first parameter, or choice, that there is not."""
+        valid = {spec.name: spec.choices for spec in self.params}
+        for name, value in params.items():
+            if choices := valid.get(name):
+                if value is not None and value not in choices:
+                    raise BadRequest(
+                        f"stage '{self.stage}' has no {name} '{value}'",
+                        param=name,
+                        stage=self.stage,
+                        hint=nearest(str(value), choices),
+                    )
+            elif name not in valid:
                 raise BadRequest(
                     f"stage '{self.stage}' takes no parameter '{name}'",
                     param=name,
@@ -258,6 +267,9 @@ class CallForm:
                 continue
             if kind := _scalar(parameter):
                 specs.append(self._param_spec(name, kind))
+        if names := tuple(sorted(compatible_schedulers(self._pipeline))):
+            about = "class name of diffusers, in place of the pipeline's own"
+            specs.append(ParamSpec("scheduler", "str", choices=names, about=about))
         specs.append(ParamSpec("exact", "bool", about="never computed together with others"))
         seed = ParamSpec("seed", "int", minimum=0, maximum=2**63 - 1, about="of the noise")
         return [*specs, seed] if "generator" in self._parameters else specs

@@ -43,23 +43,49 @@ class Shells:
         }
         self._schedulers = [name for name, part in components.items() if _is_scheduler(part)]
 
-    def fibre(self, kwargs: dict[str, Any], on_step: Callable[[Any], None]) -> Fibre:
-        """A fibre for `pipeline(**kwargs)`; calls `on_step(shell)` after each scheduler step."""
-        return Fibre(self._shell(on_step), kwargs)
+    def fibre(
+        self, kwargs: dict[str, Any], on_step: Callable[[Any], None], scheduler: str | None = None
+    ) -> Fibre:
+        """A fibre for `pipeline(**kwargs)`; calls `on_step(shell)` after each scheduler step.
 
-    def _shell(self, on_step: Callable[[Any], None]) -> Any:
+        `scheduler`: one of `compatible_schedulers` in place of the pipeline's own.
+        """
+        return Fibre(self._shell(on_step, scheduler), kwargs)
+
+    def _shell(self, on_step: Callable[[Any], None], scheduler: str | None) -> Any:
         # Written past __setattr__, which would register the proxies in the pipeline's config.
         shell = object.__new__(type(self._pipeline))
         own = vars(shell)
         own.update(vars(self._pipeline))
         own.update(self._proxies)
         own.update({name: deepcopy(own[name]) for name in self._schedulers})
+        if scheduler is not None:
+            cls = compatible_schedulers(self._pipeline)[scheduler]
+            own["scheduler"] = cls.from_config(self._pipeline.scheduler.config)
         own["_own_schedulers"] = [own[name] for name in self._schedulers]
         own["_progress_bar_config"] = {"disable": True}
         own["maybe_free_model_hooks"] = _nothing  # it would reset and offload for every request
-        for scheduler in own["_own_schedulers"]:
-            _watch(scheduler, functools.partial(on_step, shell))
+        for one in own["_own_schedulers"]:
+            _watch(one, functools.partial(on_step, shell))
         return shell
+
+
+def compatible_schedulers(pipeline: Any) -> dict[str, Any]:
+    """The schedulers that can take the place of the pipeline's, by class name: those that diffusers
+    calls compatible and that can be made of its scheduler's config."""
+    own = getattr(pipeline, "scheduler", None)
+    if own is None or not _is_scheduler(own):
+        return {}
+    classes = {type(own), *getattr(own, "compatibles", ())}
+    return {cls.__name__: cls for cls in classes if _can_be_made(cls, own.config)}
+
+
+def _can_be_made(cls: Any, config: Any) -> bool:
+    try:
+        cls.from_config(config)
+    except Exception:  # it needs another package, or does not take these values
+        return False
+    return True
 
 
 def _proxy(name: str, real: nn.Module) -> nn.Module:
