@@ -68,7 +68,8 @@ class Arenas:
 
     def close_retired(self, fx: Effects) -> None:
         """Let go of the memory of dead workers in which nothing is lent any more."""
-        for arena in [a for a in self._retired if not self._ledger.busy(a)]:
+        idle = [memory for memory in self._retired if not self._ledger.busy(memory)]
+        for arena in sorted(idle, reverse=True):  # a pool before the arena that has its table
             self._retired.discard(arena)
             if self._sizes.pop(arena, None):
                 fx.close_arenas.append(arena)

@@ -33,7 +33,8 @@ class Link:
     consumer: Worker
     reader: int  # the consumer's number among the readers of the producer's pool
     edges: list[str] = field(default_factory=list)
-    choice: RouteChoice | None = None  # known once both have said where they are
+    choice: RouteChoice | None = None  # for both processes, once they have said where they are
+    told: str = ""  # the last outcome that was logged
     offer: AttachPool | None = None  # of the present producer, for a reader that is to come
     asked: bool = False  # the present reader was handed the pool of the present producer
     open: bool = False  # and every byte arrived
@@ -88,12 +89,8 @@ class Links:
     def on_device(self, worker: Worker, message: OnDevice) -> None:
         self._there[worker.identity] = message
         for link in self._links.values():
-            if worker not in (link.producer, link.consumer):
-                continue
-            if link.choice is None:
+            if worker in (link.producer, link.consumer):
                 self._choose(link)
-            elif message.problem and link.choice.on_device:
-                self._failed(link, message.problem)
 
     def offered(self, worker: Worker, message: Offered) -> None:
         for link in self._links.values():
@@ -103,17 +100,16 @@ class Links:
 
     def probed(self, worker: Worker, message: Probed) -> None:
         for link in self._links.values():
-            if link.consumer is not worker or link.producer.pool != message.pool:
+            asked = link.consumer is worker and link.producer.pool == message.pool and link.asked
+            if not asked or link.choice is None:
                 continue
-            assert link.choice is not None
-            if message.problem is not None:
-                self._failed(link, message.problem)
-                continue
-            first = link.choice.chosen is None
-            link.choice.tried(None, message.took_s)
-            link.open = link.was_open = self._changed = True
-            if first:
-                log.info("%s", link.choice)
+            link.choice.tried(message.problem, message.took_s)
+            self._changed = True
+            if message.problem is None:
+                link.open = link.was_open = True
+                self._tell(link)
+            else:
+                self._shut(link)
 
     def ended(self, fx: Effects, worker: Worker) -> None:
         """The worker's process is gone. To be told before what it held is freed."""
@@ -225,16 +221,21 @@ class Links:
         )
         link.choice = RouteChoice(", ".join(link.edges), facts)
         if link.choice.chosen:
-            log.info("%s", link.choice)
+            self._shut(link)
 
-    def _failed(self, link: Link, problem: str) -> None:
-        assert link.choice is not None
-        link.choice.tried(problem, None)
+    def _shut(self, link: Link) -> None:
+        """Tensors cross in shared memory, as long as both ends live."""
         link.open = False
-        self._changed = True
-        log.warning("%s", link.choice)
+        self._tell(link)
         if any(k.was_open for k in self._links.values() if k.producer is link.producer):
             self._broken.append(link)
+
+    def _tell(self, link: Link) -> None:
+        """Once, and again if it changes with a process that was started again."""
+        assert link.choice is not None
+        if link.told != link.choice.outcome:
+            link.told = link.choice.outcome
+            log.info("%s", link.choice)
 
     def _hand(self, fx: Effects, link: Link) -> None:
         if link.offer is None or link.asked:

@@ -87,8 +87,7 @@ class RouteChoice:
         return self._left[0] in (Route.DEVICE, Route.PEER)
 
     def tried(self, problem: str | None, took_s: float | None) -> None:
-        """How the first way left went, for the first time or again. One that fails is out for good,
-        and the reason is kept."""
+        """How the first way left went. One that fails is out, and the reason is kept."""
         if problem is None:
             self._worked, self._took_s = True, took_s
         else:
@@ -97,12 +96,18 @@ class RouteChoice:
             self._worked, self._took_s = False, None
 
     @property
+    def outcome(self) -> str:
+        """The choice and why: "shared memory (not device memory: no IPC here)"."""
+        return self._say("")
+
+    @property
     def text(self) -> str:
-        """ "shared memory (not device memory: why)"."""
+        """The same, with how long it took."""
+        return self._say("" if self._took_s is None else f", probed in {self._took_s * 1e3:.1f} ms")
+
+    def _say(self, took: str) -> str:
         shown = self.chosen.value if self.chosen else "not known yet"
-        if self._took_s is not None:
-            shown += f", probed in {self._took_s * 1e3:.1f} ms"
-        return shown + (f" ({'; '.join(self._why)})" if self._why else "")
+        return f"{shown}{took}" + (f" ({'; '.join(self._why)})" if self._why else "")
 
     def __str__(self) -> str:
         return f"{self.edge}: {self.text}"

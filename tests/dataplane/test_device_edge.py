@@ -43,25 +43,31 @@ from tests.dataplane.fake_driver import FakeMachine
 
 SLOT = GRANULE_BYTES // 4
 INLINE = 256
+SMALL = 4096  # an arena that holds none of these payloads
 
 
 class Edge:
     """A writer on A with a pool of three slots and the probe's, a reader on B, a peer of A."""
 
-    def __init__(self, *, eager: bool = True, credits: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        eager: bool = True,
+        credits: dict[str, int] | None = None,
+        arena_bytes: int = 4 * GRANULE_BYTES,
+    ) -> None:
         self.machine = FakeMachine(("A", "B"), peers=[("B", "A")])
         self.driver = self.machine.process("writer", eager=eager)
         self.reader_driver = self.machine.process("reader", eager=eager)
-        size = 4 * GRANULE_BYTES
-        arena = Arena.create(1, size + TABLE_BYTES)
+        arena = Arena.create(1, arena_bytes + TABLE_BYTES)
         self.pool = DevicePool(
             self.driver, 9, "A", GRANULE_BYTES, readers=1, epoch=1, slot_bytes=SLOT,
-            table=arena.view(size, TABLE_BYTES),
+            table=arena.view(arena_bytes, TABLE_BYTES),
         )  # fmt: skip
-        self.writer = Memory(arena, 1, self.driver, "A", self.pool, table=size)
+        self.writer = Memory(arena, 1, self.driver, "A", self.pool, table=arena_bytes)
         self.out = StageOutbox("writer", self.writer, credits or {}, INLINE)
         self.reader = Memory(Arena.create(2, 4096), 1, self.reader_driver, "B")
-        self.reader.attach(Arena.attach(1, os.dup(arena.fd), size, writable=False))
+        self.reader.attach(Arena.attach(1, os.dup(arena.fd), arena_bytes, writable=False))
         self.reader.attach_pool(self.writer.offer(0).attach)
         self.released: list[Lease] = []
 
@@ -154,7 +160,21 @@ def test_without_a_pool_the_edge_goes_through_the_arena() -> None:
     memory.close()
 
 
-def test_a_full_pool_holds_the_task_and_what_waits_follows_in_order(edge: Edge) -> None:
+def test_a_full_pool_is_no_reason_to_wait_while_the_arena_has_room(edge: Edge) -> None:
+    task = edge.task()
+    for value in range(5):
+        edge.out.put(task, "hidden", _full(value))
+    assert not task.held
+    refs = edge.payloads()
+    assert [type(ref) for ref in refs] == [DeviceBlock] * 3 + [Block] * 2
+    for ref in refs[:3]:
+        assert edge.out.freed((ref.pool, ref.offset, ref.generation))
+    for ref in refs[3:]:
+        assert edge.out.freed((ref.arena, ref.offset, ref.generation))
+
+
+def test_what_finds_no_room_at_all_waits_and_follows_in_order() -> None:
+    edge = Edge(arena_bytes=SMALL)
     task = edge.task()
     for value in range(7):
         edge.out.put(task, "hidden", _full(value))
@@ -172,10 +192,11 @@ def test_a_full_pool_holds_the_task_and_what_waits_follows_in_order(edge: Edge) 
     assert seen == [0, 1, 2, 3, 4, 5, 6]
     assert not task.held
     assert edge.pool.in_use_bytes == 0
+    edge.close()
 
 
 def test_credits_are_counted_on_the_device_too() -> None:
-    edge = Edge(credits={"hidden": SLOT})
+    edge = Edge(credits={"hidden": 1}, arena_bytes=SMALL)
     task = edge.task()
     edge.out.put(task, "hidden", _full(0))
     assert not task.held
@@ -246,7 +267,7 @@ class _Late:
     """
 
     def __init__(self) -> None:
-        self.edge = edge = Edge(eager=False)
+        self.edge = edge = Edge(eager=False, arena_bytes=SMALL)
         self.channel = _Channel()
         self.loop = Loop(self.channel, edge.writer, lambda message: None)
 
@@ -397,10 +418,10 @@ def test_a_block_on_the_device_can_be_read_as_bytes(edge: Edge) -> None:
 
 
 def test_credit_counts_whole_slots() -> None:
-    edge = Edge(credits={"hidden": 3 * GRANULE_BYTES})  # three quarters: two slots of three
+    edge = Edge(credits={"hidden": 3 * SMALL // 4}, arena_bytes=SMALL)  # two slots of three
     task = edge.task()
     for _ in range(3):
-        edge.out.put(task, "hidden", torch.zeros(INLINE, dtype=torch.float32))
+        edge.out.put(task, "hidden", torch.zeros(SMALL, dtype=torch.uint8))
     refs = edge.payloads()
     assert len(refs) == 2
     assert task.held

@@ -34,9 +34,8 @@ def test_a_way_is_chosen_when_it_has_worked() -> None:
     assert str(choice) == "writer.hidden -> painter.x: device memory, probed in 0.4 ms"
 
 
-def test_a_way_that_fails_is_out_even_if_it_worked_before() -> None:
+def test_a_way_that_fails_is_out_and_the_reason_is_kept() -> None:
     choice = RouteChoice("writer.hidden -> painter.x", _facts("painter", "B"))
-    choice.tried(None, 0.0004)
     choice.tried("no IPC here", None)
     assert (choice.chosen, choice.on_device) == (Route.SHARED, False)
     assert choice.text == "shared memory (not device memory of a peer: no IPC here)"

@@ -57,15 +57,25 @@ outputs: {image: vae.image}
 _RESTART = "restart: {max_deaths: 4, backoff_s: 0.05, backoff_max_s: 1, wait_s: %s}"
 
 
-def draw(rng: random.Random) -> PipelineConfig:
+def draw(rng: random.Random, devices: random.Random | None = None) -> PipelineConfig:
+    """A pipeline; with `devices`, one whose stages are on devices, with small pools."""
     text = rng.choice([CHAIN, STREAM, DIAMOND, SHARED])
     if text is CHAIN:
         text = text % {"facts": rng.choice(["[image]", "[image]", "[]"])}
     restart = _RESTART % rng.choice([0.2, 2, 60])
     text = text.replace("engine: simulated,", f"engine: simulated, {restart},")
+    if devices is not None:
+        text = re.sub("engine: simulated,", lambda _: _on_device(text, devices), text)
     if rng.random() < 0.2:
         text = re.sub("queue: [0-9]+", "queue: 0", text)
     return parse_pipeline(f"heartbeat_s: 5\nstall_s: 3\nload_stall_s: 5\n{text}", "simulated.yaml")
+
+
+def _on_device(text: str, rng: random.Random) -> str:
+    if "worker: one" not in text and rng.random() < 0.1:
+        return "engine: simulated, device: cpu,"
+    pool = rng.choice(["null", "6KiB", "12KiB", "40KiB", "40KiB"])
+    return f"engine: simulated, device: 'cuda:{rng.choice([0, 0, 1, 2])}', pool: {pool},"
 
 
 class Expected:

@@ -19,6 +19,7 @@ from omni_rt.request import Data, Done, Request, Text
 from omni_rt.runtime.core import Core
 from omni_rt.runtime.omni import AsyncOmni
 from omni_rt.runtime.supervisor import WorkerState
+from tests.simulation.devices import Devices
 from tests.simulation.pipelines import Expected, draw, graph_of
 from tests.simulation.virtual import VirtualLoop
 from tests.simulation.workers import Fate, World
@@ -59,9 +60,15 @@ def run(seed: int) -> Report:
     return report
 
 
+def has_devices(seed: int) -> bool:
+    """Whether the stages of this run are on devices."""
+    return seed % 10 in (3, 6, 9)
+
+
 async def _scenario(loop: VirtualLoop, report: Report) -> None:
     rng = random.Random(report.seed)
-    config = draw(rng)
+    chance = random.Random(f"devices {report.seed}") if has_devices(report.seed) else None
+    config = draw(rng, chance)
     fate = Fate(rng)
     if rng.random() < 0.7:
         fate.die = rng.choice([0.0, 0.002, 0.01, 0.05])
@@ -69,6 +76,8 @@ async def _scenario(loop: VirtualLoop, report: Report) -> None:
         fate.slow = rng.choice([0.0, 0.05])
         fate.latency_s = rng.choice([0.0001, 0.001, 0.02])
     world = World(loop, fate)
+    if chance is not None:
+        world.devices = Devices(loop, chance)
     omni = AsyncOmni(config, channel=world, launcher=world)
     await omni.start()
     try:
@@ -88,6 +97,8 @@ async def _scenario(loop: VirtualLoop, report: Report) -> None:
     _check_closed(omni, world, report)
     report.deaths = fate.deaths + fate.stalls
     report.counters = dict(omni.status().counters)
+    if world.devices is not None:
+        report.counters["device_blocks"] = world.devices.blocks
     report.problems += world.problems
 
 
@@ -250,5 +261,9 @@ def _check_settled(omni: AsyncOmni, world: World, report: Report) -> None:
 def _check_closed(omni: AsyncOmni, world: World, report: Report) -> None:
     if world.workers:
         report.problems.append(f"workers left: {sorted(world.workers)}")
+    if world.devices is not None:
+        machine = world.devices.machine
+        if machine.allocations or machine.mappings or machine.streams:
+            report.problems.append(f"device memory left: {machine.mappings}")
     if omni._handles or omni._arenas:
         report.problems.append(f"handles or arenas left: {omni._handles} {omni._arenas}")

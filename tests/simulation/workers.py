@@ -19,17 +19,28 @@ from omni_rt.wire.channel import OnGarbage, OnMessages
 from omni_rt.wire.messages import (
     PROTOCOL_VERSION,
     Attach,
+    AttachPool,
+    Failed,
     Hello,
     Loading,
     StageSpec,
+    Step,
     ToMain,
     ToWorker,
     WorkerSpec,
 )
+from omni_rt_workers.cuda.setup import open_memory
 from omni_rt_workers.engine import Engine, Outbox
 from omni_rt_workers.engines.simulated import SimulatedEngine
 from omni_rt_workers.loop import Loop
 from omni_rt_workers.memory import Memory
+from tests.simulation.devices import (
+    GRANULE_BYTES,
+    SLOT_BYTES,
+    DeviceOutbox,
+    Devices,
+    device_blocks,
+)
 from tests.simulation.virtual import VirtualLoop
 
 _TO_WORKER = msgspec.msgpack.Decoder(list[ToWorker])
@@ -75,6 +86,7 @@ class World:
     workers: dict[str, SimWorker] = field(default_factory=dict)
     ever: list[SimWorker] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    devices: Devices | None = None
     _on_messages: OnMessages | None = None
     _clock: dict[str, float] = field(default_factory=dict)  # last delivery, by direction
     _next_pid: int = 1000
@@ -151,12 +163,25 @@ class SimWorker:
         self._stuck = False
         self.alive = True
         mine = Arena.attach(arena.id, os.dup(arena.fd), arena.size_bytes, writable=True)
-        self.memory = Memory(mine, spec.epoch)
+        self.memory, told = self._open_memory(mine)
+        self._pools: set[int] = set()  # that main has handed over
         self.worker_loop = Loop(self, self.memory, self._attach, self._time)
-        self.send([Hello(PROTOCOL_VERSION, pid)])
+        self.send([Hello(PROTOCOL_VERSION, pid), *told])
         self.send([Loading(spec.stages[0].name, "loading weights", 0.0)])
         self._post()
         world.loop.call_later(world.fate.rng.uniform(0.01, 0.3), self._load)
+
+    def _open_memory(self, arena: Arena) -> tuple[Memory, list[ToMain]]:
+        devices = self._world.devices
+        if devices is None:
+            return Memory(arena, self._spec.epoch), []
+        return open_memory(
+            self._spec,
+            arena,
+            lambda: devices.driver(self.identity),
+            granule_bytes=GRANULE_BYTES,
+            slot_bytes=SLOT_BYTES,
+        )
 
     # ---- Handle
 
@@ -177,9 +202,16 @@ class SimWorker:
         self._world.workers.pop(self.identity, None)
         for arena in self._handed:
             arena.close()
+        self.memory.pool = None  # a process that ends closes nothing on the device
+        self.memory._pools.clear()
         self.memory.close()
         delay = self._world.fate.delay()  # frames under way may be read before or after this
-        self._world.loop.call_later(delay, self._on_exit, self.identity, words)
+        self._world.loop.call_later(delay, self._heard_of, words)
+
+    def _heard_of(self, words: str | None) -> None:
+        if self._world.devices is not None:
+            self._world.devices.machine.kill(self.identity)
+        self._on_exit(self.identity, words)
 
     # ---- WorkerChannel
 
@@ -189,6 +221,9 @@ class SimWorker:
 
     def send(self, messages: Sequence[ToMain]) -> None:
         self._outgoing += messages
+        items = [item for m in messages if isinstance(m, Step) for item in m.items]
+        stale = [item for item in items if isinstance(item, Failed) and item.kind == "stale_ref"]
+        self._world.problems += [f"{self.identity}: {item.message}" for item in stale]
 
     def close(self) -> None:
         return None
@@ -198,8 +233,19 @@ class SimWorker:
     def deliver(self, messages: list[ToWorker]) -> None:
         """A frame of main's has arrived."""
         if self.alive and not self._stuck:
+            self._look_at(messages)
             self._inbox += messages
             self._wake()
+
+    def _look_at(self, messages: list[ToWorker]) -> None:
+        for message in messages:
+            if isinstance(message, AttachPool):
+                self._pools.add(message.pool)
+            for block in device_blocks(message):
+                assert self._world.devices is not None
+                self._world.devices.blocks += 1
+                if block.pool not in self._pools and block.pool != self._spec.pool:
+                    self._world.problems.append(f"{self.identity} was lent {block} unread")
 
     def _attach(self, message: Attach) -> None:
         arena = self._handed.pop(0)
@@ -216,6 +262,8 @@ class SimWorker:
         self._wake()
 
     def _make(self, spec: StageSpec, out: Outbox) -> Engine:
+        if self.memory.pool is not None:
+            out = DeviceOutbox(out)  # type: ignore[assignment]
         return SimulatedEngine(spec, out, self._work)
 
     def _time(self) -> float:
@@ -241,6 +289,8 @@ class SimWorker:
             return
         self._spent_s = 0.0
         self.worker_loop.turn(block=False)
+        if self.worker_loop._drains:  # it asks the device again and again
+            self._spent_s = max(self._spent_s, 1e-4)
         if fate.rng.random() < fate.slow:
             self._spent_s *= 30
         if fate.dies():  # the step was done, its answer is lost
@@ -279,6 +329,9 @@ class SimWorker:
         used = self.memory.writer.in_use_bytes
         if used:
             found.append(f"{self.identity}: {used} bytes of its arena are still lent out")
+        pool = self.memory.pool
+        if pool is not None and (pool.in_use_bytes, len(pool)) != (0, 1):  # the probe's noise stays
+            found.append(f"{self.identity}: {pool!r}, {len(pool)} blocks")
         if self.memory._objects:
             found.append(f"{self.identity}: {len(self.memory._objects)} local objects are kept")
         for name, stage in loop._stages.items():

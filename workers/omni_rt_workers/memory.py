@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
+Home = BlockWriter | DevicePool
 
 
 class TorchSide(Protocol):
@@ -152,13 +153,15 @@ class Memory:
 
     # ---- writing
 
-    def home(self, transport: Transport, nbytes: int) -> BlockWriter | DevicePool:
-        """Where a payload goes: on the device if the edge goes there and it fits the pool."""
-        if transport == "cuda" and self.pool is not None and self.pool.fits(nbytes):
-            return self.pool
-        return self.writer
+    def homes(self, transport: Transport, nbytes: int) -> list[Home]:
+        """Where a payload of that size can go, best first: on the device if the edge goes there,
+        and always in the arena, so that a full pool holds nobody who could go on without one."""
+        homes: list[Home] = [self.writer]
+        if transport == "cuda" and self.pool is not None:
+            homes.insert(0, self.pool)
+        return [home for home in homes if home.fits(nbytes)]
 
-    def reserve(self, home: BlockWriter | DevicePool, nbytes: int) -> Room | None:
+    def reserve(self, home: Home, nbytes: int) -> Room | None:
         """A block to write into, or None if there is no room for it now."""
         if isinstance(home, BlockWriter):
             reserved = home.reserve(nbytes)
@@ -173,7 +176,7 @@ class Memory:
         where = replace(attach, arena=self.arena_id, table=self._table, probe=self._probe)
         return Offered(reader, where)
 
-    def cost(self, home: BlockWriter | DevicePool, nbytes: int) -> int:
+    def cost(self, home: Home, nbytes: int) -> int:
         """Bytes of a payload, as they count against its port's credit: whole slots in a pool."""
         return home.cost(nbytes) if isinstance(home, DevicePool) else nbytes
 

@@ -28,12 +28,12 @@ from omni_rt.wire.messages import (
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline, Local, nbytes_of
 from omni_rt_workers.cuda.pool import DevicePool
 from omni_rt_workers.engine import Task
-from omni_rt_workers.memory import Memory, Room, torch_side
+from omni_rt_workers.memory import Home, Memory, Room, torch_side
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
-    from omni_rt.wire.arena import BlockWriter
+    import torch
 
 _TRACEBACK_CHARS = 8000
 Bytes = bytes | memoryview
@@ -124,9 +124,9 @@ class StageOutbox:
         self._take_back(book, port)
         room, pool = None, None
         if transport != "local" and nbytes > self._inline_limit:
-            home = self._memory.home(transport, nbytes)
-            pool = home if isinstance(home, DevicePool) else None
-            room = None if book.waiting or book.dead else self._room(port, home, nbytes)
+            homes = self._memory.homes(transport, nbytes)
+            pool = next((home for home in homes if isinstance(home, DevicePool)), None)
+            room = None if book.waiting or book.dead else self._room(port, homes, nbytes)
         if room is not None:
             tensor = room.tensor(dtype, shape)
         else:
@@ -227,20 +227,20 @@ class StageOutbox:
             book = self._books[task] = _Ledger()
         return book
 
-    def _room(self, port: str, home: BlockWriter | DevicePool, nbytes: int) -> Room | None:
-        """Room for a payload, or None if its port's credit or the memory is used up."""
-        where = self._id(home)
-        used, arena = self._used[where, port], self._memory.writer.capacity_bytes
-        credit = self._credits.get(port, arena) * home.capacity_bytes // arena  # the same share
-        cost = self._memory.cost(home, nbytes)
-        if used and used + cost > credit:  # one payload may always be under way
-            return None
-        room = self._memory.reserve(home, nbytes)
-        if room is not None:
-            self._used[where, port] += room.cost_bytes
-        return room
+    def _room(self, port: str, homes: Sequence[Home], nbytes: int) -> Room | None:
+        """Room for a payload, or None if its port's credit or the memory is used up everywhere."""
+        arena = self._memory.writer.capacity_bytes
+        for home in homes:
+            used = self._used[self._id(home), port]
+            credit = self._credits.get(port, arena) * home.capacity_bytes // arena  # same share
+            if used and used + self._memory.cost(home, nbytes) > credit:
+                continue  # one payload may always be under way
+            if room := self._memory.reserve(home, nbytes):
+                self._used[room.key[0], port] += room.cost_bytes
+                return room
+        return None
 
-    def _id(self, home: BlockWriter | DevicePool) -> int:
+    def _id(self, home: Home) -> int:
         return home.id if isinstance(home, DevicePool) else self._memory.arena_id
 
     def _give(self, port: str, room: Room) -> None:
@@ -320,7 +320,7 @@ class StageOutbox:
             # Writable, so that each reader's tensor is a view of it.
             self._keep(task, port, dtype, shape, memoryview(bytearray(data)), last, meta)
             return
-        if nbytes > self._inline_limit and not self._home(transport, data, nbytes).fits(nbytes):
+        if nbytes > self._inline_limit and not self._homes(transport, data, nbytes):
             self._overflow(task, port, nbytes)
             return
         payload = None
@@ -345,19 +345,17 @@ class StageOutbox:
         if nbytes <= self._inline_limit:
             assert isinstance(data, Bytes)
             return Inline(dtype, shape, bytes(data))
-        room = self._room(port, self._home(transport, data, nbytes), nbytes)
+        room = self._room(port, self._homes(transport, data, nbytes), nbytes)
         if room is None:
             return None
         room.write(data, dtype, shape)
         return self._lend(port, room, dtype, shape)
 
-    def _home(
+    def _homes(
         self, transport: Transport, data: Bytes | torch.Tensor, nbytes: int
-    ) -> BlockWriter | DevicePool:
+    ) -> Sequence[Home]:
         """Bytes are in ordinary memory and stay there, whatever the edge."""
-        if isinstance(data, Bytes):
-            return self._memory.writer
-        return self._memory.home(transport, nbytes)
+        return self._memory.homes("shm" if isinstance(data, Bytes) else transport, nbytes)
 
     def _chunk_or_wait(
         self,
@@ -390,7 +388,7 @@ class StageOutbox:
         waiting = self._book(task).waiting
         if not waiting:
             size = nbytes_of(chunk.dtype, chunk.shape)
-            home = self._home(task.emit[chunk.port].transport, chunk.data, size)
+            home = self._homes(task.emit[chunk.port].transport, chunk.data, size)[-1]
             free = home.capacity_bytes - home.in_use_bytes
             where = self._id(home)
             self._stalls.append(Stalled(self._stage, task.request, chunk.port, size, free, where))
