@@ -64,6 +64,7 @@ class Admission:
                 raise error
         self._check_media(request, plan)
         self._check_params(request, plan)
+        self._check_replies(request, plan)
         for name in plan.stages:
             if self._stages[name].full:
                 limit = self._stages[name].queue_limit
@@ -172,6 +173,17 @@ class Admission:
                     f"{source}.{port} is both the output '{name}', which is encoded, and the "
                     "input of a stage, which wants the tensor",
                     hint="give the stage a second port or leave one of the two out",
+                )
+
+    def _check_replies(self, request: Request, plan: Plan) -> None:
+        """Several replies of one request cannot go on into other stages."""
+        for name, given in {"": request.params, **request.stage_params}.items():
+            several = given.get("n")
+            if isinstance(several, int) and several > 1 and plan.edges:
+                raise BadRequest(
+                    "n above 1 is for requests that end in the stage that replies",
+                    param=f"stage_params.{name}.n" if name else "n",
+                    hint="send several requests, or ask for its own outputs only",
                 )
 
     def _check_media(self, request: Request, plan: Plan) -> None:

@@ -31,6 +31,7 @@ CALLS: dict[str, tuple[str, ...]] = {
         "request_id",
         "prompt",
         "params",
+        "lora_request",
         "priority",
     ),
     "vllm.v1.engine.llm_engine:LLMEngine.step": (),
@@ -46,6 +47,13 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.envs:disable_envs_cache": (),
     "vllm.v1.executor.abstract:Executor.register_failure_callback": ("callback",),
     "vllm.inputs.engine:tokens_input": ("prompt_token_ids",),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    "vllm.tool_parsers:ToolParserManager.get_tool_parser": ("name",),
+    "vllm.tool_parsers:ToolParserManager.list_registered": (),
+    "vllm.tool_parsers.abstract_tool_parser:ToolParser.adjust_request": ("request",),
+    "vllm.tool_parsers.abstract_tool_parser:ToolParser.extract_tool_calls": ("request",),
+    "vllm.tool_parsers.abstract_tool_parser:ToolParser.extract_tool_calls_streaming": ("request",),
+    "vllm.tool_parsers.abstract_tool_parser:ToolParser.get_remaining_unstreamed_args": (),
     "vllm.renderers.base:BaseRenderer.render_cmpl": ("prompts",),
     "vllm.renderers.base:BaseRenderer.get_mm_processor": (),
     "vllm.multimodal.processing:BaseProcessingInfo.allowed_mm_limits": (),
@@ -102,7 +110,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "vllm.v1.request:RequestStatus": ("WAITING", "PREEMPTED"),
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
     "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "num_computed_tokens"),
-    "vllm.sampling_params:SamplingParams": ("skip_reading_prefix_cache", "output_kind"),
+    "vllm.sampling_params:SamplingParams": ("skip_reading_prefix_cache", "output_kind", "logprobs"),
+    "vllm.sampling_params:StructuredOutputsParams": ("json", "regex", "choice", "grammar"),
+    "vllm.logprobs:Logprob": ("logprob", "rank", "decoded_token"),
 }
 
 # Attributes set in `__init__`: looked for in the source, as there is nothing to import.
