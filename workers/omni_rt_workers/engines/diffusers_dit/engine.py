@@ -10,9 +10,12 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from omni_rt import errors
 from omni_rt_workers import media
 from omni_rt_workers.engines.diffusers_dit import guard, loading, scheduler
+from omni_rt_workers.engines.diffusers_dit.cache import DiTCacheConfig, DiTCacheManager
 from omni_rt_workers.engines.diffusers_dit.scheduler import Waiting
 from omni_rt_workers.engines.diffusers_dit.timing import DeviceTimer
 
@@ -70,12 +73,15 @@ class DiTEngine:
         self._slots = spec.options.get("slots") or _SLOTS_PER_PLACE * spec.max_batch
         self._timer = DeviceTimer(spec.device)
         self._policy: scheduler.Policy
+        self.cache = DiTCacheManager(DiTCacheConfig(enable_optimization=False))
+        self.pipeline: Any = None
         self._form: CallForm
         self._shells: Shells
         self._batch: Batch
 
     def load(self, say: Say) -> Ports:
         loading.check_options(self._spec)
+        self.cache = DiTCacheManager(_cache_config(self._spec))
         name = self._spec.options.get("policy") or "fair"
         self._policy = scheduler.find(name, self._spec.name)(self._spec.max_batch)
         where = loading.source(self._spec)
@@ -99,7 +105,8 @@ class DiTEngine:
             room=loading.room_bytes(self._spec, self._weights_bytes),
         )
         self._check_sampling()
-        self._shells = shell.Shells(pipeline)
+        self.pipeline = pipeline
+        self._shells = shell.Shells(pipeline, self._prompt_cache)
         self._batch = batch.Batch()
         say("warming up", 0.8)
         self._warm_up()
@@ -111,12 +118,17 @@ class DiTEngine:
         return self._batch.counts
 
     @property
+    def _prompt_cache(self) -> DiTCacheManager | None:
+        return self.cache if self.cache.config.keeps("prompt_embeds") else None
+
+    @property
     def working(self) -> int:
         """Requests that have been started and not ended."""
         return len(self._paintings)
 
     def memory(self) -> dict[str, int]:
-        return {"weights": self._weights_bytes}
+        used = {} if self._prompt_cache is None else {"cache": self.cache.used_bytes}
+        return {"weights": self._weights_bytes, **used}
 
     def add(self, task: Task) -> None:
         self._form.refuse_unknown(task.params)
@@ -189,7 +201,8 @@ class DiTEngine:
     def close(self) -> None:
         for task in [*self._waiting, *(one.task for one in self._paintings)]:
             self.abort(task)
-        for name in ("_form", "_shells", "_batch"):
+        self.cache.clear()
+        for name in ("_form", "_shells", "_batch", "pipeline"):
             vars(self).pop(name, None)
         if self._spec.device.startswith("cuda"):
             import torch
@@ -228,12 +241,13 @@ class DiTEngine:
         arguments = self._form.arguments(task, seed)
         if {"image", "latents"} <= task.emit.keys():
             self._form.watch_latents(arguments, lambda latents: self._saw(painting, latents))
+        exact = bool(task.params.get("exact"))
         fibre = self._shells.fibre(
             arguments,
             lambda shell: self._stepped(painting, shell),
             scheduler=task.params.get("scheduler"),
+            exact=exact,
         )
-        exact = bool(task.params.get("exact"))
         expected = self._form.steps(task.params)
         painting = Painting(task, seed, fibre, exact, expected)
         return painting
@@ -322,6 +336,17 @@ class DiTEngine:
         finally:
             for fibre in fibres:
                 fibre.end()
+
+
+def _cache_config(spec: StageSpec) -> DiTCacheConfig:
+    """Without the option `cache` nothing is kept. Raises `ConfigError`."""
+    options = spec.options.get("cache")
+    if options is None:
+        return DiTCacheConfig(enable_optimization=False)
+    try:
+        return msgspec.convert(options, DiTCacheConfig)
+    except msgspec.ValidationError as error:
+        raise errors.ConfigError(f"stage '{spec.name}': cache: {error}", stage=spec.name) from None
 
 
 def _pixels(picture: Any) -> torch.Tensor:

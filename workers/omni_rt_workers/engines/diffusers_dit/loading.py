@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omni_rt.wire.messages import StageSpec
 
 LIMITS = ("max_side", "max_steps", "max_frames", "max_pixels")
-_OPTIONS = ("diffusers", "threads", "memory_bytes", "via", "policy", "slots", *LIMITS)
+_OPTIONS = ("diffusers", "threads", "memory_bytes", "via", "policy", "slots", "cache", *LIMITS)
 
 
 def check_options(spec: StageSpec) -> None:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from omni_rt_workers.engines.diffusers_dit.fibre import Call, Fibre, name_calls, park
+from omni_rt_workers.engines.diffusers_dit.prompts import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from omni_rt_workers.engines.diffusers_dit.cache import DiTCacheManager
 
 _HOOKS = (
     "_forward_hooks",
@@ -33,8 +36,10 @@ _HOOKS = (
 class Shells:
     """Makes fibres of one pipeline. A shell costs about a millisecond and no weights."""
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, cache: DiTCacheManager | None = None) -> None:
+        """`cache`: keeps the embeddings of prompts."""
         self._pipeline = pipeline
+        self._cache = cache
         components = pipeline.components
         self._proxies = {
             name: _proxy(name, part)
@@ -44,13 +49,22 @@ class Shells:
         self._schedulers = [name for name, part in components.items() if _is_scheduler(part)]
 
     def fibre(
-        self, kwargs: dict[str, Any], on_step: Callable[[Any], None], scheduler: str | None = None
+        self,
+        kwargs: dict[str, Any],
+        on_step: Callable[[Any], None],
+        *,
+        scheduler: str | None = None,
+        exact: bool = False,
     ) -> Fibre:
         """A fibre for `pipeline(**kwargs)`; calls `on_step(shell)` after each scheduler step.
 
-        `scheduler`: one of `compatible_schedulers` in place of the pipeline's own.
+        `scheduler`: one of `compatible_schedulers` in place of the pipeline's own. `exact`: nothing
+        that it is given was made in a batch.
         """
-        return Fibre(self._shell(on_step, scheduler), kwargs)
+        shell = self._shell(on_step, scheduler)
+        if self._cache is not None:
+            remember(shell, self._cache, exact=exact)
+        return Fibre(shell, kwargs)
 
     def _shell(self, on_step: Callable[[Any], None], scheduler: str | None) -> Any:
         # Written past __setattr__, which would register the proxies in the pipeline's config.
