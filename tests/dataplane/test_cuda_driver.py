@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from omni_rt.errors import OmniError
 from omni_rt_workers.cuda.runtime import HANDLE_BYTES, CudaDriver
@@ -33,6 +34,7 @@ class _Runtime(ModuleType):
 
     cudaError_t = _Code
     cudaIpcMemHandle_t = cudaIpcEventHandle_t = _Handle
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
     cudaIpcMemLazyEnablePeerAccess, cudaEventDisableTiming, cudaEventInterprocess = 1, 2, 4
 
     def __init__(self) -> None:
@@ -78,6 +80,24 @@ class _Runtime(ModuleType):
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[_Code, int]:
         self.said.append(("cudaEventCreateWithFlags", flags))
         return _Code.cudaSuccess, 77
+
+    def cudaEventRecord(self, event: int, stream: int) -> tuple[_Code]:
+        self.said.append(("cudaEventRecord", event, stream, self.current))
+        return (_Code.cudaSuccess,)
+
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[_Code]:
+        self.said.append(("cudaStreamWaitEvent", stream, event, self.current))
+        return (_Code.cudaSuccess,)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[_Code]:
+        self.said.append(("cudaStreamSynchronize", stream, self.current))
+        return (_Code.cudaSuccess,)
+
+    def cudaMemcpyAsync(
+        self, target: int, source: int, nbytes: int, kind: int, stream: int
+    ) -> tuple[_Code]:
+        self.said.append(("cudaMemcpyAsync", stream, self.current))
+        return (_Code.cudaSuccess,)
 
     def cudaEventQuery(self, event: int) -> tuple[_Code]:
         return (_Code.cudaSuccess if self.ready else _Code.cudaErrorNotReady,)
@@ -147,3 +167,28 @@ def test_events_are_for_other_processes_and_can_be_asked(runtime: _Runtime) -> N
     assert driver.done(event)
     runtime.ready = False
     assert not driver.done(event)
+
+
+@pytest.mark.parametrize("handle", [0, 0x7F00_0000_1000])  # 0: each device's default stream
+def test_work_goes_to_the_streams_own_device_whichever_is_current(
+    runtime: _Runtime, monkeypatch: pytest.MonkeyPatch, handle: int
+) -> None:
+    driver = CudaDriver()
+    second = driver.devices()[1]
+    current = SimpleNamespace(cuda_stream=handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda number: current)
+    stream = driver.current_stream(second)
+    assert stream != driver.current_stream(driver.devices()[0])
+    event = driver.create_event(second)
+    runtime.said.clear()
+    driver.record(event, stream)
+    driver.wait(event, stream)
+    driver.copy(1, 2, 3, stream)
+    driver.synchronize(stream)
+    assert runtime.said == [
+        ("cudaEventRecord", 77, handle, 1),
+        ("cudaStreamWaitEvent", handle, 77, 1),
+        ("cudaMemcpyAsync", handle, 1),
+        ("cudaStreamSynchronize", handle, 1),
+    ]
+    assert runtime.current == 0

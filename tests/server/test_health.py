@@ -23,6 +23,8 @@ async def test_a_ready_server_says_so_everywhere() -> None:
     assert health["status"] == "ready"
     assert set(health["stages"]) == {"writer", "painter"}
     assert {"state", "pid", "device", "restarts"} <= set(health["stages"]["writer"])
+    assert {edge["transport"] for edge in health["edges"].values()} == {"shm"}
+    assert {edge["about"] for edge in health["edges"].values()} == {"shared memory"}
     assert model["id"] == "world"
     assert model["capabilities"]["output"] == ["image", "text"]
     assert one.status_code == 200

@@ -51,7 +51,8 @@ class Inputs(Protocol):
     """The tensors a task was handed, by input port."""
 
     def tensors(self, port: str) -> list[torch.Tensor]:
-        """All chunks that have arrived on `port`, in order, as zero-copy CPU or device views."""
+        """All chunks that have arrived on `port`, in order, as zero-copy views: of ordinary memory
+        or, if one of them is there, all on the device."""
         ...
 
     def views(self, port: str) -> list[memoryview]:

@@ -80,7 +80,7 @@ class TaskInputs:
     def tensors(self, port: str) -> list[torch.Tensor]:
         reshape = self._via.get(port)
         refs = enumerate(self._refs.get(port, ()))
-        tensors = [self._tensor(ref, port, at) for at, ref in refs if ref is not None]
+        tensors = _together([self._tensor(ref, port, at) for at, ref in refs if ref is not None])
         return [reshape(tensor) for tensor in tensors] if reshape else tensors
 
     def release(self, port: str, count: int) -> None:
@@ -130,6 +130,13 @@ class TaskInputs:
                 self._blocks[port, at] = self._memory.open(ref)
             return self._memory.tensor(self._blocks[port, at])
         raise ProtocolError(f"a {type(ref).__name__} cannot be made a tensor here")
+
+
+def _together(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All on the device if one is: small chunks come in messages, and what found no room in the
+    producer's pool through its arena."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    return tensors if device is None else [tensor.to(device) for tensor in tensors]
 
 
 def _lease(ref: Payload | TextPiece) -> Lease | None:

@@ -1,7 +1,8 @@
 """What is asked of a device, and no more: the real one and the tests' one look alike.
 
 Devices go by UUID, since two processes need not number them alike. Addresses, streams and events
-are this process's. Calls that take a stream return at once; the work is done in the stream's order.
+are this process's; a stream says which device it is on, also a device's default one. Calls that
+take a stream return at once; the work is done in the stream's order.
 """
 
 from __future__ import annotations
