@@ -3,8 +3,10 @@
 from omni_rt.config.load import bundled, load_pipeline, parse_pipeline, presets
 from omni_rt.config.model import (
     SECTIONS,
+    CacheConfig,
     EdgeConfig,
     HiddenConfig,
+    LimitsConfig,
     PipelineConfig,
     PlaybackConfig,
     RestartConfig,
@@ -16,8 +18,10 @@ from omni_rt.config.show import effective, schema
 
 __all__ = [
     "SECTIONS",
+    "CacheConfig",
     "EdgeConfig",
     "HiddenConfig",
+    "LimitsConfig",
     "PipelineConfig",
     "PlaybackConfig",
     "RestartConfig",

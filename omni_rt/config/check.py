@@ -60,8 +60,9 @@ def _check_stage(config: PipelineConfig, name: str, source: Source) -> None:
         if getattr(stage, key) and stage.engine not in AR_ENGINES:
             what = f"only stages of {', '.join(AR_ENGINES)} have '{key}', not {stage.engine}"
             raise source.error((*here, key), what)
-    if stage.steps is not None and stage.engine != "diffusers":
-        raise source.error((*here, "steps"), f"only diffusers has 'steps', not {stage.engine}")
+    for key in ("steps", "policy", "slots", "limits", "cache"):
+        if getattr(stage, key) is not None and stage.engine != "diffusers":
+            raise source.error((*here, key), f"only diffusers has '{key}', not {stage.engine}")
     for key in ("module", "dtype"):
         if getattr(stage, key) and stage.engine != "torch":
             raise source.error((*here, key), f"only torch has '{key}', not {stage.engine}")

@@ -13,6 +13,7 @@ from omni_rt.errors import ConfigError
 ENGINES = ("echo", "simulated", "vllm", "diffusers", "torch")
 SECTIONS = ("echo", "simulated", "vllm", "diffusers")  # engines with a key of their own name
 AR_ENGINES = ("vllm",)
+POLICIES = ("fair", "first_come", "together")  # of the diffusers engine
 
 _NAME = r"[a-z][a-z0-9_]*"
 PORT = rf"{_NAME}\.{_NAME}"
@@ -58,6 +59,13 @@ Condition = Annotated[
 Function = Annotated[
     str, Meta(pattern=_whole(_FUNCTION), description="a function, written as module:function")
 ]
+Policy = Annotated[
+    str,
+    Meta(
+        pattern=_whole(f"{'|'.join(POLICIES)}|{_FUNCTION}"),
+        description=f"a policy: {', '.join(POLICIES)} or module:function",
+    ),
+]
 Size = Annotated[
     str, Meta(pattern=_whole(_SIZE), description="a size such as 256MiB or 1.5GiB (KiB to TiB)")
 ]
@@ -86,6 +94,25 @@ class HiddenConfig(_Value, frozen=True):
 
     layer: int = -1  # index into transformers' `output_hidden_states`
     rows: Literal["reply", "prompt", "all"] = "reply"
+
+
+class LimitsConfig(_Value, frozen=True):
+    """The most that a request may ask of a diffusers stage; what the model itself cannot make is
+    refused in any case."""
+
+    max_side: Count = 2048  # pixels of height and width
+    max_pixels: Count | None = None  # height x width x frames; default: what fits into memory
+    max_frames: Count = 257
+    max_steps: Count = 1000
+
+
+class CacheConfig(_Value, frozen=True):
+    """Tensors that a diffusers stage keeps between requests."""
+
+    cache_tensors: tuple[Literal["prompt_embeds"], ...] = ("prompt_embeds",)
+    max_cache_size: Size = "256MiB"
+    cache_strategy: Literal["fifo", "lru"] = "fifo"
+    enable_optimization: bool = True
 
 
 class StreamConfig(_Value, frozen=True):
@@ -119,6 +146,10 @@ class StageConfig(_Value, frozen=True, kw_only=True):
     pool: Size | None = "128MiB"  # the same on its device, for stages on devices; none: no pool
     sampling: dict[str, Any] = {}  # default request parameters
     steps: Count | None = None  # diffusers: short for sampling.num_inference_steps
+    policy: Policy | None = None  # diffusers: which requests make the next step; default: fair
+    slots: Count | None = None  # diffusers: requests in work; default: 4 for each of `max_batch`
+    limits: LimitsConfig | None = None  # diffusers
+    cache: CacheConfig | None = None  # diffusers
     hidden: HiddenConfig | None = None  # AR engines
     facts: dict[Name, str] = {}  # AR engines: fact -> special token that reports it
     lora: dict[str, str] = {}  # AR engines: adapters by name; folders, relative to the file

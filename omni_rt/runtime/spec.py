@@ -6,6 +6,8 @@ import functools
 import glob
 from typing import Any
 
+import msgspec
+
 from omni_rt.config import SECTIONS, PipelineConfig, StageConfig, parse_bytes
 from omni_rt.graph import Graph
 from omni_rt.runtime.supervisor import Worker
@@ -118,6 +120,15 @@ def _options(stage: StageConfig, graph: Graph, name: str) -> dict[str, Any]:
         options["threads"] = stage.threads
     if stage.memory is not None:
         options["memory_bytes"] = parse_bytes(stage.memory)
+    if stage.policy is not None:
+        options["policy"] = stage.policy
+    if stage.slots is not None:
+        options["slots"] = stage.slots
+    if stage.limits is not None:
+        options |= msgspec.structs.asdict(stage.limits)
+    if stage.cache is not None:
+        size = parse_bytes(stage.cache.max_cache_size)
+        options["cache"] = {**msgspec.structs.asdict(stage.cache), "max_cache_size": size}
     via = {edge.target_port: edge.via for edge in graph.edges if edge.target == name and edge.via}
     if via:
         options["via"] = via

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from omni_rt.config import (
+    CacheConfig,
     EdgeConfig,
     HiddenConfig,
+    LimitsConfig,
     PipelineConfig,
     PlaybackConfig,
     RestartConfig,
@@ -26,6 +28,8 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "The pipeline": PipelineConfig,
     "Playback": PlaybackConfig,
     "Stages": StageConfig,
+    "Limits": LimitsConfig,
+    "Cache": CacheConfig,
     "Hidden states": HiddenConfig,
     "Restart": RestartConfig,
     "Edges": EdgeConfig,
@@ -41,6 +45,8 @@ IN_WORDS = {
     ("The pipeline", "playback"): "its defaults",
     ("The pipeline", "name"): "the file's name without its suffix",
     ("Edges", "stream"): "`false`",
+    ("Cache", "cache_tensors"): "`[prompt_embeds]`",
+    ("Cache", "enable_optimization"): "`true`",
 }
 
 

@@ -283,6 +283,11 @@ WRONG = {
         2,
         "stages.a.facts: only stages of vllm have 'facts', not simulated",
     ),
+    "cache elsewhere": (
+        pipeline("a: {engine: vllm, model: x, cache: {}}"),
+        2,
+        "stages.a.cache: only diffusers has 'cache', not vllm",
+    ),
     "steps elsewhere": (
         pipeline("a: {engine: vllm, model: x, steps: 4}"),
         2,
