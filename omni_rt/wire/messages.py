@@ -133,18 +133,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     """Close the engines and exit with status 0."""
 
 
-ToWorker = (
-    Submit
-    | Feed
-    | Abort
-    | Free
-    | Attach
-    | Detach
-    | AttachPool
-    | ReaderGone
-    | Ping
-    | Stop
-)
+ToWorker = Submit | Feed | Abort | Free | Attach | Detach | AttachPool | ReaderGone | Ping | Stop
 
 
 # ---- worker -> main ---------------------------------------------------------------------------

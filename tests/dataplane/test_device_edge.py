@@ -33,7 +33,7 @@ from omni_rt.wire.messages import (
 )
 from omni_rt.wire.tensors import Block, DeviceBlock, Inline
 from omni_rt_workers.cuda.pool import GRANULE_BYTES, DevicePool
-from omni_rt_workers.cuda.setup import open_memory
+from omni_rt_workers.device import open_memory
 from omni_rt_workers.engine import Task
 from omni_rt_workers.inputs import Lease, TaskInputs
 from omni_rt_workers.loop import Loop

@@ -29,7 +29,7 @@ from omni_rt.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
-from omni_rt_workers.cuda.setup import open_memory
+from omni_rt_workers.device import open_memory
 from omni_rt_workers.engine import Engine, Outbox
 from omni_rt_workers.engines.simulated import SimulatedEngine
 from omni_rt_workers.loop import Loop

@@ -11,7 +11,7 @@ import sys
 from omni_rt.errors import ConfigError, OmniError
 from omni_rt.wire.channel import SocketWorkerChannel
 from omni_rt.wire.messages import PROTOCOL_VERSION, Attach, Hello, Loading, StageSpec, WorkerSpec
-from omni_rt_workers.cuda.setup import open_memory
+from omni_rt_workers.device import open_memory
 from omni_rt_workers.engines import registry
 from omni_rt_workers.inputs import Reshape
 from omni_rt_workers.lifeline import Lifeline
