@@ -77,7 +77,7 @@ async def grammars(sdk: openai.AsyncOpenAI) -> None:
 async def calls(sdk: openai.AsyncOpenAI) -> None:
     more: Any = {"tools": [TOOL], "extra_body": {"structured_outputs": {"choice": [CALL]}}}
     whole = await sdk.chat.completions.create(**ASKED, **more)
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls or []
     assert whole.choices[0].finish_reason == "tool_calls"
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == (

@@ -58,7 +58,6 @@ CALLS: dict[str, tuple[str, ...]] = {
     "vllm.renderers.base:BaseRenderer.get_mm_processor": (),
     "vllm.multimodal.processing:BaseProcessingInfo.allowed_mm_limits": (),
     "vllm.multimodal.media:ImageMediaIO.load_bytes": ("data",),
-    "vllm.multimodal.media:AudioMediaIO.load_bytes": ("data",),
     "vllm.multimodal.media:VideoMediaIO.load_bytes": ("data",),
     "vllm.v1.worker.worker_base:WorkerBase.execute_model": ("scheduler_output",),
     "vllm.v1.worker.worker_base:WorkerBase.sample_tokens": ("grammar_output",),
