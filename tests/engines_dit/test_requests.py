@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
 import torch
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
+from omni_rt_workers.engines.diffusers_dit.scheduler import Waiting
 
 from . import tiny
 from .fakes import GivenInputs, RecordingOutbox, difference, loaded, run, stage, task
@@ -143,6 +145,39 @@ def test_a_failing_request_fails_alone(
         assert difference(latents, out.said["alone"].tensors["latents"]) <= 1e-5
 
 
+@pytest.mark.parametrize("port", ["prompt_embeds", "latents"])
+def test_inputs_that_are_not_finite_are_refused(
+    engine: DiTEngine, out: RecordingOutbox, port: str
+) -> None:
+    inputs = {"prompt_embeds": embeddings(0), "latents": torch.zeros(1, 4, 16, 16)}
+    inputs[port].view(-1)[3] = float("nan")
+    run(engine, task("one", inputs, PARAMS))
+    error = out.said["one"].error
+    assert isinstance(error, BadRequest)
+    assert error.param == port
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_request_whose_numbers_overflow_fails_alone(
+    engine: DiTEngine, out: RecordingOutbox
+) -> None:
+    run(engine, ask("alone", seed=1, want=("image",)))
+    bad = embeddings(0)
+    bad[3] = float("nan")
+    run(
+        engine,
+        task("bad", {"prompt_embeds": bad}, PARAMS),
+        *(ask(name, seed=1, want=("image",)) for name in ("good", "late")),
+        join_at=(0, 0, 1),
+    )
+    error = out.said["bad"].error
+    assert isinstance(error, StageFailed)
+    assert "not finite" in error.message
+    assert engine.counts.joined > 4
+    for name in ("good", "late"):
+        assert out.said[name].images[0].tobytes() == out.said["alone"].images[0].tobytes()
+
+
 def test_a_joined_call_that_fails_is_run_one_by_one(
     engine: DiTEngine, out: RecordingOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +290,42 @@ def test_a_step_holds_at_most_max_batch_requests_of_all_in_work(
     run(engine, ask("alone", seed=5))
     alone = out.said["alone"].tensors["latents"]
     assert difference(out.said["r5"].tensors["latents"], alone) <= 1e-5
+    engine.close()
+
+
+class Noting:
+    """A policy that notes what it is told."""
+
+    seen: ClassVar[list[Waiting]] = []
+
+    def __init__(self, max_batch: int) -> None:
+        self.max_batch = max_batch
+
+    def schedule(self, waiting: Sequence[Waiting], now: float) -> list[list[Waiting]]:
+        self.seen.extend(waiting)
+        return [[waiting[0]]]
+
+    def ran(self, group: Sequence[Waiting], seconds: float, *, usual: bool = True) -> None:
+        assert seconds > 0
+        assert usual
+
+
+def test_a_policy_of_ones_own_is_told_what_is_to_be_known(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    Noting.seen.clear()
+    engine = loaded(stage(folders["zimage"], policy=f"{__name__}:Noting"), out)
+    joined = engine.counts.joined
+    timed = ask("timed", priority=3)
+    timed.deadline = 1e9
+    run(engine, timed, ask("other", params={"num_inference_steps": 2}))
+    first, second = Noting.seen[:2]
+    assert (first.priority, first.deadline, first.left, first.rows) == (3, 1e9, 4, 1)
+    assert (second.priority, second.deadline, second.left, second.rows) == (0, None, 2, 1)
+    assert first.group == second.group
+    assert first.request < second.request
+    assert [one.left for one in Noting.seen if one.priority == 3] == [4, 3, 2, 1]
+    assert engine.counts.joined == joined
     engine.close()
 
 

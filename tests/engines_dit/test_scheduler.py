@@ -195,12 +195,14 @@ def test_groups_are_wide_where_it_pays_and_narrow_where_it_does_not() -> None:
 def test_a_step_slowed_by_something_else_is_not_remembered() -> None:
     policy = OmniDiffusionScheduler(8)
     calls = [Waiting(n, "a", "a", 1, 0, 5) for n in range(3)]
-    for _ in range(3):
+    for _ in range(8):
         policy.ran(calls[:1], 0.1)
         policy.ran(calls, 3.0, usual=False)  # the probe
     assert policy.schedule(calls, 0.0) == [calls]  # the width is still unknown
-    for _ in range(3):
+    for _ in range(7):
         policy.ran(calls, 0.3)
+    assert policy.schedule(calls, 0.0) == [calls]  # too few to be sure
+    policy.ran(calls, 0.3)
     assert policy.schedule(calls, 0.0) == [calls[:1]]
 
 

@@ -76,6 +76,8 @@ def most_tokens(pipeline: Any) -> int | None:
 
 def check_embeddings(stage: str, name: str, value: torch.Tensor, pipeline: Any) -> None:
     """Raises `BadRequest` if `value`, as it arrived, is not what the model can take."""
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        raise BadRequest(f"{name} has values that are not finite", param=name, stage=stage)
     width = _width(pipeline, name)
     if width is not None and (not value.ndim or value.shape[-1] != width):
         raise BadRequest(

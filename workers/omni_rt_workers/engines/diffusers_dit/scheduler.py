@@ -15,8 +15,7 @@ from typing import Protocol
 from omni_rt.errors import ConfigError, nearest
 
 _SHARE_OF_OLDEST = 0.25
-_KEPT = 4  # times of a shape and width that are remembered; the shortest counts
-_TRUSTED = 3  # of these until the width may be preferred to a wider one
+_KEPT = 8  # times of a shape and width that are remembered; the shortest counts
 _SHAPES = 256  # remembered
 _NO_GAIN = 1.05  # a wider group must take this much less for each row to be worth the wait
 
@@ -150,7 +149,7 @@ class StepTimes:
     def for_each_row(self, shape: Hashable, rows: int) -> float | None:
         """Seconds, the shortest of those measured; None if they are too few to be sure."""
         times = self._seconds.get(shape, {}).get(rows, ())
-        return min(times) / rows if len(times) >= _TRUSTED else None
+        return min(times) / rows if len(times) == _KEPT else None
 
     def estimate(self, shape: Hashable, rows: int) -> float:
         """Seconds of a call with about so many rows; 0 for a shape that has never run."""
