@@ -276,6 +276,15 @@ def test_a_short_request_overtakes_a_long_one_of_another_size(
         engine.close()
 
 
+def test_with_one_place_nothing_is_ever_joined(
+    folders: dict[str, str], out: RecordingOutbox
+) -> None:
+    engine = loaded(stage(folders["zimage"], max_batch=1), out)
+    run(engine, ask("a", seed=1), ask("b", seed=2))
+    assert (engine.counts.widest, engine.counts.joined) == (1, 0)
+    engine.close()
+
+
 def test_a_step_holds_at_most_max_batch_requests_of_all_in_work(
     folders: dict[str, str], out: RecordingOutbox
 ) -> None:

@@ -326,11 +326,13 @@ class DiTEngine:
     def _warm_up(self) -> None:
         """Run two small requests, so that kernels are warm and their joining is proven."""
         fibres = [self._shells.fibre(call, lambda _: None) for call in self._form.tiny()]
+        together = [fibres] if self._spec.max_batch > 1 else [[one] for one in fibres]
         try:
-            for fibre in fibres:
-                fibre.start()
-            while any(fibres):  # some have not finished
-                self._batch.tick(fibres)
+            for crowd in together:
+                for fibre in crowd:
+                    fibre.start()
+                while any(crowd):  # some have not finished
+                    self._batch.tick(crowd)
             for failed in [one for one in fibres if one.error]:
                 log.warning("stage %s: warm-up failed: %s", self._spec.name, failed.error)
         finally:

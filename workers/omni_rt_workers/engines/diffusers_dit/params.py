@@ -282,7 +282,7 @@ class CallForm:
             return ParamSpec(name, "int", step, top, multiple_of=step, about="pixels")
         if name == "num_frames":
             return ParamSpec(name, "int", 1, self._limits.max_frames, about="frames of the film")
-        if "guidance" in name and kind == "float":
+        if kind == "float" and ("guidance" in name or "cfg_scale" in name):
             return ParamSpec(name, "float", 0)
         if name == "num_inference_steps":
             return ParamSpec(name, "int", 1, self._limits.max_steps, about="denoise steps")
