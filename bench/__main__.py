@@ -10,7 +10,7 @@ import sys
 
 from bench.common import ROOT
 
-NAMES = ("handoff", "pipelining", "overhead", "ttfa", "idle")
+NAMES = ("handoff", "pipelining", "overhead", "ttfa", "dit_fairness", "idle")
 
 
 def main() -> int:
