@@ -1,11 +1,11 @@
-"""How long short diffusion requests wait beside long ones, and how long by first come, first served.
+"""How long short diffusion requests wait beside long ones: by policy, and by first come.
 
 `python -m bench.dit_fairness [--seconds 20] [--rounds 1]`. Keys: docs/bench.md.
 
 A tiny pipeline that reads prompts gets short requests (4 steps) and long ones (50 steps, of another
-size) at random times; each kind asks for a third of the device. The short ones' p95 is compared with
-what they have alone on a device that is only as fast as their share of it: that is their p95 alone
-at arrivals that are closer together by the share, divided by the share.
+size) at random times; each kind asks for a third of the device. The short ones' p95 is compared
+with what they have alone on a device that is only as fast as their share of it: that is their p95
+alone at arrivals that are closer together by the share, divided by the share.
 """
 
 from __future__ import annotations
