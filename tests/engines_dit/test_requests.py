@@ -427,6 +427,7 @@ def test_ports_are_those_of_the_signature(folders: dict[str, str], out: Recordin
     assert [(port.name, port.kind) for port in ports.outputs] == [
         ("image", "image"),
         ("latents", "tensor"),
+        ("preview", "image"),
     ]
     params = {spec.name: spec for spec in ports.params}
     assert set(params) == {
@@ -437,6 +438,7 @@ def test_ports_are_those_of_the_signature(folders: dict[str, str], out: Recordin
         "cfg_normalization",
         "cfg_truncation",
         "exact",
+        "preview_every",
         "scheduler",
         "seed",
     }

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from omni_rt_workers.engines.diffusers_dit.batch import Batch, Counts, Parked
     from omni_rt_workers.engines.diffusers_dit.fibre import Fibre
     from omni_rt_workers.engines.diffusers_dit.params import CallForm
+    from omni_rt_workers.engines.diffusers_dit.previews import Previews
     from omni_rt_workers.engines.diffusers_dit.shell import Shells
 
 log = logging.getLogger(__name__)
 
 # Requests in work for each place in a step, so that a short one need not wait for a long one's end.
 _SLOTS_PER_PLACE = 4
+_PREVIEW_EVERY = 5  # steps, if a request does not say
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +75,7 @@ class DiTEngine:
         self._slots = spec.options.get("slots") or _SLOTS_PER_PLACE * spec.max_batch
         self._timer = DeviceTimer(spec.device)
         self._policy: scheduler.Policy
+        self._previews: Previews | None = None
         self.cache = DiTCacheManager(DiTCacheConfig(enable_optimization=False))
         self.pipeline: Any = None
         self._form: CallForm
@@ -89,7 +92,7 @@ class DiTEngine:
         say("importing diffusers", 0.0)
         import torch
 
-        from omni_rt_workers.engines.diffusers_dit import batch, limits, params, shell
+        from omni_rt_workers.engines.diffusers_dit import batch, limits, params, previews, shell
 
         torch.set_grad_enabled(False)
         say("loading weights", 0.3)
@@ -111,7 +114,8 @@ class DiTEngine:
         say("warming up", 0.8)
         self._warm_up()
         log.info("%s: %s", type(pipeline).__name__, ", ".join(notes))
-        return self._form.ports(self._slots)
+        self._previews = previews.fit(pipeline)
+        return self._form.ports(self._slots, previews=self._previews is not None)
 
     @property
     def counts(self) -> Counts:
@@ -244,7 +248,7 @@ class DiTEngine:
         exact = bool(task.params.get("exact"))
         fibre = self._shells.fibre(
             arguments,
-            lambda shell: self._stepped(painting, shell),
+            lambda shell, result: self._stepped(painting, shell, result),
             scheduler=task.params.get("scheduler"),
             exact=exact,
         )
@@ -252,11 +256,26 @@ class DiTEngine:
         painting = Painting(task, seed, fibre, exact, expected)
         return painting
 
-    def _stepped(self, painting: Painting, shell: Any) -> None:
+    def _stepped(self, painting: Painting, shell: Any, result: Any) -> None:
         painting.steps += 1
         total = getattr(shell, "_num_timesteps", None) or len(shell.scheduler.timesteps)
         painting.total = max(total, painting.steps)
         self._out.progress(painting.task, painting.steps, painting.total)
+        if "preview" in painting.task.emit:
+            self._give_preview(painting, result)
+
+    def _give_preview(self, painting: Painting, result: Any) -> None:
+        """Every so many steps; none after the last step, nor while earlier output finds no room."""
+        task = painting.task
+        every = int(task.params.get("preview_every") or _PREVIEW_EVERY)
+        done, total = painting.steps, painting.total
+        if done % every or done >= total or task.held or self._previews is None:
+            return
+        latents = result[0] if isinstance(result, tuple) else result.prev_sample
+        if latents.ndim != 4:
+            return
+        picture = self._previews.picture(latents)
+        self._give_picture(painting, "preview", picture, last=done + every >= total)
 
     def _saw(self, painting: Painting, latents: torch.Tensor) -> None:
         """Latents after a step, of a request that wants them and the picture: the last are given
@@ -289,7 +308,7 @@ class DiTEngine:
         if painting.latents is not None:
             self._give_latents(painting, painting.latents)
         for number, picture in enumerate(result, 1):
-            self._give_picture(painting, picture, last=number == len(result))
+            self._give_picture(painting, "image", picture, last=number == len(result))
         return len(result)
 
     def _give_latents(self, painting: Painting, latents: torch.Tensor) -> None:
@@ -297,18 +316,19 @@ class DiTEngine:
             painting.gave_latents = True
             self._out.put(painting.task, "latents", latents, last=True)
 
-    def _give_picture(self, painting: Painting, picture: Any, *, last: bool) -> None:
+    def _give_picture(self, painting: Painting, port: str, picture: Any, *, last: bool) -> None:
         task = painting.task
-        if not task.emit["image"].encode:
-            self._out.put(task, "image", _pixels(picture), last=last)
+        if not task.emit[port].encode:
+            self._out.put(task, port, _pixels(picture), last=last)
             return
+        encode, form = (media.jpeg, "jpeg") if port == "preview" else (media.png, "png")
         meta = {
-            "media_type": "image/png",
+            "media_type": f"image/{form}",
             "width": picture.width,
             "height": picture.height,
             "seed": painting.seed,
         }
-        self._out.put_bytes(task, "image", media.png(picture), last=last, meta=meta)
+        self._out.put_bytes(task, port, encode(picture), last=last, meta=meta)
 
     def _explained(self, error: Exception, painting: Painting) -> errors.OmniError:
         """The error with its traceback as text: a live one would hold the whole run's tensors."""
@@ -325,7 +345,7 @@ class DiTEngine:
 
     def _warm_up(self) -> None:
         """Run two small requests, so that kernels are warm and their joining is proven."""
-        fibres = [self._shells.fibre(call, lambda _: None) for call in self._form.tiny()]
+        fibres = [self._shells.fibre(call, lambda *_: None) for call in self._form.tiny()]
         together = [fibres] if self._spec.max_batch > 1 else [[one] for one in fibres]
         try:
             for crowd in together:

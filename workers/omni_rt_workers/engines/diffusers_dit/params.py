@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 # The engine gives these itself, or a request has no say in them.
 _OWN = ("self", "prompt", "generator", "output_type", "return_dict", "num_images_per_prompt")
-_ENGINES = ("seed", "exact", "scheduler")  # parameters that the engine has beside the pipeline's
+_ENGINES = (
+    "seed",
+    "exact",
+    "scheduler",
+    "preview_every",
+)  # parameters that the engine has beside the pipeline's
 _OF_TEXT = ("max_sequence_length", "clip_skip", "clean_caption")
 _KINDS: tuple[Literal["str", "float", "int", "bool"], ...] = ("str", "float", "int", "bool")
 
@@ -58,10 +63,12 @@ class CallForm:
                 hint="load the pipeline with its text encoder",
             )
 
-    def ports(self, slots: int) -> Ports:
+    def ports(self, slots: int, *, previews: bool = False) -> Ports:
         outputs = [PortSpec("latents", "tensor")] if "output_type" in self._parameters else []
         if "num_frames" not in self._parameters:
             outputs.insert(0, PortSpec("image", "image"))
+        if previews:
+            outputs.append(PortSpec("preview", "image"))
         inputs = [*self._tensor_inputs]
         if self.reads_text and "prompt" in self._parameters:
             inputs.insert(0, PortSpec("prompt", "text"))
@@ -270,6 +277,7 @@ class CallForm:
         if names := tuple(sorted(compatible_schedulers(self._pipeline))):
             about = "class name of diffusers, in place of the pipeline's own"
             specs.append(ParamSpec("scheduler", "str", choices=names, about=about))
+        specs.append(ParamSpec("preview_every", "int", 1, about="steps between previews"))
         specs.append(ParamSpec("exact", "bool", about="never computed together with others"))
         seed = ParamSpec("seed", "int", minimum=0, maximum=2**63 - 1, about="of the noise")
         return [*specs, seed] if "generator" in self._parameters else specs

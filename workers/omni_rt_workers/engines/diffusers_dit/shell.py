@@ -51,12 +51,13 @@ class Shells:
     def fibre(
         self,
         kwargs: dict[str, Any],
-        on_step: Callable[[Any], None],
+        on_step: Callable[[Any, Any], None],
         *,
         scheduler: str | None = None,
         exact: bool = False,
     ) -> Fibre:
-        """A fibre for `pipeline(**kwargs)`; calls `on_step(shell)` after each scheduler step.
+        """A fibre for `pipeline(**kwargs)`; calls `on_step(shell, result)` after each step of its
+        scheduler.
 
         `scheduler`: one of `compatible_schedulers` in place of the pipeline's own. `exact`: nothing
         that it is given was made in a batch.
@@ -66,7 +67,7 @@ class Shells:
             remember(shell, self._cache, exact=exact)
         return Fibre(shell, kwargs)
 
-    def _shell(self, on_step: Callable[[Any], None], scheduler: str | None) -> Any:
+    def _shell(self, on_step: Callable[[Any, Any], None], scheduler: str | None) -> Any:
         # Written past __setattr__, which would register the proxies in the pipeline's config.
         shell = object.__new__(type(self._pipeline))
         own = vars(shell)
@@ -126,13 +127,13 @@ def _parking(
     return parked
 
 
-def _watch(scheduler: Any, done: Callable[[], None]) -> None:
+def _watch(scheduler: Any, done: Callable[[Any], None]) -> None:
     step = scheduler.step
 
     @functools.wraps(step)  # pipelines inspect its signature
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        done()
+        done(result)
         return result
 
     scheduler.step = watched
