@@ -1,5 +1,8 @@
 """omni-rt: a runtime for any-to-any models on one box."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from omni_rt.errors import (
     BadRequest,
     Cancelled,
@@ -25,10 +28,24 @@ from omni_rt.runtime.omni import AsyncOmni, Omni
 from omni_rt.runtime.status import StageStatus, Status
 from omni_rt.runtime.stream import Stream
 
+if TYPE_CHECKING:
+    from omni_rt.compat import (
+        AsyncOmniLLM,
+        DiTCacheConfig,
+        DiTCacheTensor,
+        DiTConfig,
+        MultimodalOutputProcessor,
+        OmniLLM,
+        OmniServeCommand,
+        OmniStageConfig,
+        RequestOutput,
+    )
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncOmni",
+    "AsyncOmniLLM",
     "Audio",
     "BadRequest",
     "Cancelled",
@@ -36,14 +53,22 @@ __all__ = [
     "ConfigError",
     "Data",
     "DeadlineExceeded",
+    "DiTCacheConfig",
+    "DiTCacheTensor",
+    "DiTConfig",
     "Done",
     "Image",
+    "MultimodalOutputProcessor",
     "Omni",
     "OmniError",
+    "OmniLLM",
+    "OmniServeCommand",
+    "OmniStageConfig",
     "Output",
     "Overloaded",
     "Progress",
     "Request",
+    "RequestOutput",
     "StageFailed",
     "StageStatus",
     "StageUnavailable",
@@ -51,3 +76,24 @@ __all__ = [
     "Stream",
     "Text",
 ]
+
+# vLLM-omni's names, loaded when somebody asks for one.
+_COMPAT = frozenset(
+    {
+        "AsyncOmniLLM",
+        "DiTCacheConfig",
+        "DiTCacheTensor",
+        "DiTConfig",
+        "MultimodalOutputProcessor",
+        "OmniLLM",
+        "OmniServeCommand",
+        "OmniStageConfig",
+        "RequestOutput",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _COMPAT:
+        return getattr(importlib.import_module("omni_rt.compat"), name)
+    raise AttributeError(f"module 'omni_rt' has no attribute '{name}'")

@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 
 from omni_rt.cli.display import LoadingDisplay
-from omni_rt.config import bundled, load_pipeline
+from omni_rt.config import PipelineConfig, bundled, load_pipeline
 from omni_rt.runtime.omni import AsyncOmni
 from omni_rt.runtime.status import Status
 from omni_rt.server.serve import bind, serve
 
 
 def serve_command(config: Path | None, host: str, port: int) -> int:
+    return serve_pipeline(load_pipeline(config or bundled()), host, port)
+
+
+def serve_pipeline(pipeline: PipelineConfig, host: str, port: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("omni_rt.runtime.process").setLevel(logging.WARNING)
-    pipeline = load_pipeline(config or bundled())
     sock = bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sock.getsockname()[1]}"
