@@ -215,6 +215,8 @@ class CallForm:
         if "prompt" not in self._parameters:
             return
         if "prompt_embeds" in arguments:
+            if "negative_prompt_embeds" in arguments and "negative_prompt" in self._parameters:
+                arguments["negative_prompt"] = None  # some default to "", and refuse both
             if self._list_style("negative_prompt_embeds") and self._unguided(arguments):
                 arguments.setdefault("negative_prompt_embeds", [])
             return

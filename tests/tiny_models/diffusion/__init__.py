@@ -1,0 +1,1 @@
+"""Tiny pipelines of the real diffusers classes, with seeded random weights."""
