@@ -162,8 +162,8 @@ def test_in_a_mixed_crowd_each_gets_what_it_gets_alone(
     assert max(map(difference, got, expected)) <= 1e-5
     # Nothing of this is a comparison of equal things: somebody else's result is far off.
     same_size = [n for n, size in enumerate(sizes) if size == 0]
-    for one, other in zip(same_size, same_size[1:], strict=False):
-        assert difference(got[one], expected[other]) > 0.1
+    for mine, others in zip(same_size, same_size[1:], strict=False):
+        assert difference(got[mine], expected[others]) > 0.1
     if tried.family.apart:
         assert engine.counts.joined == joined
     else:

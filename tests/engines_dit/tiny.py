@@ -9,7 +9,18 @@ from tests.tiny_models.diffusion.parts import CAPTION_DIM, JOINT_DIM, POOLED_DIM
 from tests.tiny_models.diffusion.transformers import flux, sd3, zimage, zimage_with_text
 from tests.tiny_models.diffusion.unets import stable_diffusion
 
-__all__ = ["CAPTION_DIM", "FAMILIES", "JOINT_DIM", "POOLED_DIM", "save"]
+__all__ = [
+    "CAPTION_DIM",
+    "FAMILIES",
+    "JOINT_DIM",
+    "POOLED_DIM",
+    "flux",
+    "save",
+    "sd3",
+    "stable_diffusion",
+    "zimage",
+    "zimage_with_text",
+]
 
 FAMILIES = {
     "zimage": zimage,
