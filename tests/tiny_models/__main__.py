@@ -1,15 +1,21 @@
-"""`python -m tests.tiny_models qwen2_5_omni FOLDER`: makes a tiny checkpoint there."""
+"""`python -m tests.tiny_models NAME FOLDER`: makes a tiny checkpoint or pipeline there."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.engines_ar.tiny import save_model
 from tests.tiny_models import qwen2_5_omni
+from tests.tiny_models.diffusion.families import FAMILIES
 
-MAKERS = {"qwen2_5_omni": qwen2_5_omni.save, "qwen3": save_model}
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "qwen2_5_omni": qwen2_5_omni.save,
+    "qwen3": save_model,
+    **{name: family.save for name, family in FAMILIES.items()},
+}
 
 
 def main() -> None:
@@ -19,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     MAKERS[given.name](given.folder)
-    size_bytes = sum(file.stat().st_size for file in given.folder.iterdir())
+    size_bytes = sum(file.stat().st_size for file in given.folder.rglob("*"))
     sys.stdout.write(f"{given.folder}: {given.name}, {size_bytes / 1e6:.1f} MB\n")
 
 

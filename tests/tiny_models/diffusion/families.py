@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class Family:
     width: int = JOINT_DIM
     plainly: dict[str, Any] = field(default_factory=dict)  # what a plain call must be told besides
     apart: str = ""  # why its requests are not run together, if they are not
+
+    def save(self, folder: Path) -> None:
+        self.make().save_pretrained(folder)
 
     def inputs(self, seed: int, size: tuple[int, int] = (32, 32), tokens: int = 7) -> Inputs:
         """Tensors by port, as a stage is handed them: without a batch axis."""
