@@ -14,6 +14,7 @@ from omni_rt.config import PipelineConfig, load_pipeline, parse_pipeline, preset
 from omni_rt.errors import ConfigError
 
 _FILES = (".yaml", ".yml")
+_MODEL_ENGINE = re.compile(r"\bengine: *(?!echo\b|simulated\b)\w")
 
 
 def pipeline_of(model: str) -> PipelineConfig:
@@ -42,6 +43,12 @@ def preset_of(family: str, names: Iterable[str]) -> str | None:
     return max(fitting, key=len, default=None)
 
 
+def _families() -> list[str]:
+    """The presets that are for models: not those of engines without one."""
+    texts = {name: file.read_text(encoding="utf-8") for name, file in presets().items()}
+    return [name for name, text in texts.items() if _MODEL_ENGINE.search(text)]
+
+
 def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -53,7 +60,7 @@ def _of_folder(folder: Path) -> PipelineConfig:
         painter = {"engine": "diffusers"}
         return _built(folder.name, folder, {"painter": painter}, {"image": "painter.image"})
     if (config := _read(folder / "config.json")) is not None:
-        if preset := preset_of(str(config.get("model_type", "")), presets()):
+        if preset := preset_of(str(config.get("model_type", "")), _families()):
             return _preset(preset, str(folder), folder.name)
         if not config.get("architectures"):
             raise ConfigError(f"{folder / 'config.json'} names no model class (architectures)")
@@ -68,7 +75,7 @@ def _of_folder(folder: Path) -> PipelineConfig:
 def _of_hub(model: str) -> PipelineConfig:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ConfigError(f"there is no folder {model}")
-    if preset := preset_of(model, presets()):
+    if preset := preset_of(model, _families()):
         return _preset(preset, model, model.rpartition("/")[2])
     raise ConfigError(
         f"there is no folder {model}, and no preset for a model of this name",

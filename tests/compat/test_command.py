@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from omni_rt.compat import command
+from omni_rt.compat import command, folder
 from omni_rt.compat.folder import pipeline_of, preset_of
-from omni_rt.config import bundled
+from omni_rt.config import bundled, presets
 from omni_rt.errors import ConfigError
 from omni_rt_workers.engines.vllm_ar import plugin
 
@@ -74,7 +74,27 @@ def test_a_preset_fits_by_letters_and_digits() -> None:
     assert preset_of("qwen2_5_omni", names) == "qwen2.5-omni"
     assert preset_of("Qwen/Qwen2.5-Omni-7B", names) == "qwen2.5-omni"
     assert preset_of("llama", names) is None
-    assert pipeline_of("nobody/echo").stages["echo"].engine == "echo"
+
+
+def test_a_model_of_a_presets_family_is_served_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = tmp_path / "qwen2.5-omni.yaml"
+    preset.write_text("stages: {talker: {engine: vllm}}\noutputs: {text: talker.text}\n")
+    both = {**presets(), preset.stem: preset}
+    monkeypatch.setattr(folder, "presets", lambda: both)
+    monkeypatch.setattr("omni_rt.config.load.presets", lambda: both)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2_5_omni"}')
+    local, hub = pipeline_of(str(model)), pipeline_of("Qwen/Qwen2.5-Omni-7B")
+    assert (list(local.stages), local.model, local.name) == (["talker"], str(model), "model")
+    assert (list(hub.stages), hub.model) == (["talker"], "Qwen/Qwen2.5-Omni-7B")
+
+
+def test_a_model_that_is_called_like_an_engine_without_one_is_not_that() -> None:
+    with pytest.raises(ConfigError, match="no preset"):
+        pipeline_of("nobody/echo")
 
 
 def test_omni_is_taken_out_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         pytest.param("import omni_rt", id="package"),
+        pytest.param("import omni_rt; omni_rt.OmniLLM", id="vLLM-omni names"),
         pytest.param("import omni_rt.wire.messages, omni_rt.wire.channel", id="wire"),
     ],
 )
@@ -46,3 +47,8 @@ def test_a_worker_with_the_echo_engine_loads_no_torch() -> None:
 @pytest.mark.parametrize("library", ["vllm", "diffusers"])
 def test_model_libraries_import_in_the_locked_environment(library: str) -> None:
     assert library in loaded_by(f"import {library}")
+
+
+def test_vllm_omnis_names_are_loaded_on_their_first_use_only() -> None:
+    program = "import omni_rt, sys\nassert not any('compat' in name for name in sys.modules)"
+    assert "omni_rt" in loaded_by(program)
