@@ -9,7 +9,7 @@ import torch
 
 from omni_rt_workers.models.qwen2_5_omni import vocoder
 from omni_rt_workers.models.qwen2_5_omni.vocoder import Tail, Vocoder, reach
-from tests.speech import tiny
+from tests.voice import tiny
 
 pytestmark = pytest.mark.model
 

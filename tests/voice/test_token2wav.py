@@ -11,7 +11,7 @@ import torch
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
 from omni_rt_workers.engine import Task
 from tests.engines_torch.fakes import Desk
-from tests.speech import tiny
+from tests.voice import tiny
 
 pytestmark = pytest.mark.model
 
