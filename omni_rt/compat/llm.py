@@ -88,11 +88,7 @@ class AsyncOmniLLM:
         """As `OmniLLM.generate`. Calls may overlap: `stage_output` is that of the last to end."""
         await self._load()
         requests = asked.requests(self._chain.names, stage_args_list, kwargs)
-        results = await asyncio.gather(*map(self._one, requests), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        given = [result for result in results if not isinstance(result, BaseException)]
+        given = await self._omni.generate(requests)
         return _settle(self._chain, self.stage_configs, self.output_processor, requests, given)
 
     async def close(self) -> None:
@@ -103,10 +99,6 @@ class AsyncOmniLLM:
             if not self._ready:
                 await self._omni.__aenter__()
                 self._ready = True
-
-    async def _one(self, request: Request) -> list[Output]:
-        async with self._omni.submit(request) as stream:
-            return [output async for output in stream]
 
     async def __aenter__(self) -> Self:
         await self._load()

@@ -160,6 +160,24 @@ class AsyncOmni:
         self._apply(effects)
         return Stream(request_id, self, mailbox, self._soon)
 
+    async def generate(self, requests: Iterable[Request]) -> list[list[Output]]:
+        """Run requests at the same time; the outputs of each, in the order of the requests.
+
+        Raises the first error after all have ended.
+        """
+
+        async def one(request: Request) -> list[Output]:
+            async with self.submit(request) as stream:
+                return [output async for output in stream]
+
+        results = await asyncio.gather(*map(one, requests), return_exceptions=True)
+        given: list[list[Output]] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            given.append(result)
+        return given
+
     def cancel(self, request_id: str) -> bool:
         """Cancel a request; it ends with `Cancelled`. False if there is none of that id."""
         known = request_id in self._core.flows
@@ -357,20 +375,6 @@ class Omni:
             self._runner.close()
 
     def generate(self, requests: Request | Iterable[Request]) -> list[list[Output]]:
-        """Run requests at the same time; the outputs of each, in the order of the requests.
-
-        Raises the first error after all have ended.
-        """
+        """`AsyncOmni.generate`; a request alone counts as a list of one."""
         wanted = [requests] if isinstance(requests, Request) else list(requests)
-        return self._runner.run(self._generate(wanted))
-
-    async def _generate(self, requests: list[Request]) -> list[list[Output]]:
-        async def one(request: Request) -> list[Output]:
-            async with self._omni.submit(request) as stream:
-                return [output async for output in stream]
-
-        results = await asyncio.gather(*(one(r) for r in requests), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if not isinstance(result, BaseException)]
+        return self._runner.run(self._omni.generate(wanted))

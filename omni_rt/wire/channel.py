@@ -248,9 +248,6 @@ class SocketWorkerChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToWorker])
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def receive(self, *, block: bool) -> list[ToWorker]:
         """Raises `ProtocolError` when main has closed its end."""
         messages: list[ToWorker] = []

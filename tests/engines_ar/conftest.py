@@ -8,14 +8,23 @@ import torch
 from . import tiny
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from .fakes import Greedy
+    from .fakes import Greedy, Loaded
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def nothing_stays(one: Loaded) -> Iterator[None]:
+    """After each test the module's engine holds nothing of it."""
+    yield
+    assert one.engine.idle
+    assert one.leftovers == {}
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from omni_rt.wire.messages import Emit, Ports, StageSpec, TextPiece
 from omni_rt_workers.engine import Engine, Task
 from omni_rt_workers.engines import vllm_ar
 from omni_rt_workers.engines.vllm_ar.engine import AREngine
+from tests.doubles import NoOutbox
 
 
 class NoInputs:
@@ -75,7 +76,7 @@ class Said:
         return self.reason is not None or self.error is not None
 
 
-class RecordingOutbox:
+class RecordingOutbox(NoOutbox):
     def __init__(self) -> None:
         self.said: dict[str, Said] = defaultdict(Said)
 
@@ -113,20 +114,6 @@ class RecordingOutbox:
         if meta is not None:
             said.metas.setdefault(port, []).append(meta)
         said.ended_ports |= {port} if last else set()
-
-    def put_bytes(
-        self,
-        task: Task,
-        port: str,
-        data: bytes | bytearray | memoryview,
-        *,
-        last: bool = False,
-        meta: dict[str, Any] | None = None,
-    ) -> None:
-        raise NotImplementedError
-
-    def progress(self, task: Task, step: int, total: int) -> None:
-        raise NotImplementedError
 
     def finish(
         self,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.usefixtures("nothing_stays"),
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),
 ]
 
@@ -72,13 +73,6 @@ def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load
     adapters = {name: str(save_adapter(base / name, at)) for at, name in enumerate(("one", "two"))}
     with loaded(folder, lora=adapters, tool_parser="hermes") as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(one: Loaded) -> Iterator[None]:
-    yield
-    assert one.engine.idle
-    assert one.leftovers == {}
 
 
 def merged(folder: Path, seed: int) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.usefixtures("nothing_stays"),
     # vLLM hands xgrammar an argument that it does not need any more.
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),
 ]
@@ -37,13 +38,6 @@ def one(folder: Path) -> Iterator[Loaded]:
         vllm={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
     ) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(one: Loaded) -> Iterator[None]:
-    yield
-    assert one.engine.idle
-    assert one.leftovers == {}
 
 
 def log_probabilities(reference: Any, ids: list[int], reply: list[int]) -> torch.Tensor:

@@ -22,20 +22,13 @@ if TYPE_CHECKING:
 
     from .fakes import Greedy
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("nothing_stays")]
 
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Iterator[Loaded]:
     with loaded(folder, facts={"image": tiny.IMAGE}) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays(one: Loaded) -> Iterator[None]:
-    yield
-    assert one.engine.idle
-    assert one.leftovers == {}
 
 
 @pytest.fixture(scope="module")

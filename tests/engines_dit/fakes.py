@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -11,41 +10,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from omni_rt.wire.messages import Emit, StageSpec, TextPiece
+from omni_rt.wire.messages import Emit, StageSpec
 from omni_rt_workers.engine import Task
 from omni_rt_workers.engines import diffusers_dit
 from omni_rt_workers.engines.diffusers_dit.engine import DiTEngine
-
-Given = Mapping[str, torch.Tensor | list[torch.Tensor]]
-
-
-class GivenInputs:
-    """Whole inputs by port; ports in `open` have not ended yet."""
-
-    def __init__(self, tensors: Given) -> None:
-        self._tensors = {k: v if isinstance(v, list) else [v] for k, v in tensors.items()}
-        self.open: set[str] = set()
-
-    def tensors(self, port: str) -> list[torch.Tensor]:
-        return self._tensors.get(port, [])
-
-    def views(self, port: str) -> list[memoryview]:
-        raise NotImplementedError
-
-    def texts(self, port: str) -> list[str]:
-        return []
-
-    def ports(self) -> list[str]:
-        return list(self._tensors)
-
-    def count(self, port: str) -> int:
-        return len(self.tensors(port))
-
-    def ended(self, port: str) -> bool:
-        return port not in self.open
-
-    def release(self, port: str, count: int) -> None:
-        pass
+from tests.doubles import Given, GivenInputs, NoOutbox
 
 
 @dataclass
@@ -65,24 +34,10 @@ class Said:
         return self.usage is not None or self.error is not None
 
 
-class RecordingOutbox:
+class RecordingOutbox(NoOutbox):
     def __init__(self) -> None:
         self.said: dict[str, Said] = defaultdict(Said)
         self.hold_after: set[str] = set()  # ports whose output finds no room to follow
-
-    def piece(self, task: Task, piece: TextPiece) -> None:
-        raise NotImplementedError
-
-    def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
-        raise NotImplementedError
-
-    def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        raise NotImplementedError
-
-    def publish(
-        self, task: Task, port: str, *, last: bool = False, meta: dict[str, Any] | None = None
-    ) -> None:
-        raise NotImplementedError
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
         assert last

@@ -12,9 +12,10 @@ import torch
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
 from omni_rt_workers.engines.diffusers_dit.scheduler import Waiting
+from tests.doubles import GivenInputs
 
 from . import tiny
-from .fakes import GivenInputs, RecordingOutbox, difference, loaded, run, stage, task
+from .fakes import RecordingOutbox, difference, loaded, run, stage, task
 
 if TYPE_CHECKING:
     from omni_rt_workers.engine import Task

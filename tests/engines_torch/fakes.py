@@ -1,4 +1,4 @@
-"""Modules for tests, a recording outbox, inputs that are fed by hand, and an engine over them."""
+"""Modules for tests, a recording outbox, and an engine over them."""
 
 from __future__ import annotations
 
@@ -8,47 +8,16 @@ from typing import Any
 import torch
 
 from omni_rt.errors import BadRequest
-from omni_rt.wire.messages import Emit, ParamSpec, StageSpec, TextPiece
-from omni_rt_workers.engine import Outbox, Task
+from omni_rt.wire.messages import Emit, ParamSpec, StageSpec
+from omni_rt_workers.engine import Task
 from omni_rt_workers.engines.torch_module.engine import TorchEngine
 from omni_rt_workers.module import Job, Module, Outputs, Setup, Window
+from tests.doubles import GivenInputs, NoOutbox
 
 RATE = 16_000
 
 
-class Fed:
-    """Inputs of one task. Ports in `streams` are open until `end`."""
-
-    def __init__(self, whole: dict[str, torch.Tensor], streams: tuple[str, ...] = ()) -> None:
-        self.chunks: dict[str, list[torch.Tensor | None]] = {
-            **{name: [tensor] for name, tensor in whole.items()},
-            **{name: [] for name in streams},
-        }
-        self.open = set(streams)
-
-    def tensors(self, port: str) -> list[torch.Tensor]:
-        return [chunk for chunk in self.chunks[port] if chunk is not None]
-
-    def views(self, port: str) -> list[memoryview]:
-        raise NotImplementedError
-
-    def texts(self, port: str) -> list[str]:
-        return []
-
-    def ports(self) -> list[str]:
-        return list(self.chunks)
-
-    def count(self, port: str) -> int:
-        return len(self.chunks[port])
-
-    def ended(self, port: str) -> bool:
-        return port not in self.open
-
-    def release(self, port: str, count: int) -> None:
-        self.chunks[port][:count] = [None] * count
-
-
-class Recorder(Outbox):
+class Recorder(NoOutbox):
     """What came out, by request."""
 
     def __init__(self) -> None:
@@ -56,23 +25,6 @@ class Recorder(Outbox):
         self.metas: list[dict[str, Any] | None] = []
         self.ends: dict[Task, str | BaseException] = {}
         self.usage: dict[Task, dict[str, int]] = {}
-
-    def piece(self, task: Task, piece: TextPiece) -> None:
-        raise NotImplementedError
-
-    def text(self, task: Task, text: str, tokens: tuple[int, ...] = ()) -> None:
-        raise NotImplementedError
-
-    def reserve(self, task: Task, port: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        raise NotImplementedError
-
-    def publish(
-        self, task: Task, port: str, *, last: bool = False, meta: dict[str, Any] | None = None
-    ) -> None:
-        raise NotImplementedError
-
-    def progress(self, task: Task, step: int, total: int) -> None:
-        raise NotImplementedError
 
     def put(self, task: Task, port: str, tensor: torch.Tensor, *, last: bool = False) -> None:
         self.given.setdefault(task, []).append((port, tensor.clone(), last))
@@ -139,7 +91,7 @@ class Desk:
     ) -> Task:
         self._count += 1
         emit = {port: Emit(port, "shm", encode, True) for port in want}
-        inputs = Fed(whole or {}, streams)
+        inputs = GivenInputs(whole or {}, streams)
         values = {"seed": seed}
         task = Task(f"r{self._count}", 1, values, inputs, params, emit, priority)
         self.engine.add(task)
@@ -147,7 +99,7 @@ class Desk:
 
     def feed(self, task: Task, *chunks: torch.Tensor, end: bool = False, port: str = "x") -> None:
         inputs = task.inputs
-        assert isinstance(inputs, Fed)
+        assert isinstance(inputs, GivenInputs)
         for chunk in chunks:
             inputs.chunks[port].append(chunk)
             self.engine.feed(task, port)

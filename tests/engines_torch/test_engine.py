@@ -7,7 +7,8 @@ import torch
 
 from omni_rt.errors import BadRequest, ConfigError, StageFailed
 from omni_rt_workers.engine import EngineBroken
-from tests.engines_torch.fakes import RATE, Desk, Fed, Sums
+from tests.doubles import GivenInputs
+from tests.engines_torch.fakes import RATE, Desk, Sums
 
 HERE = "tests.engines_torch.fakes"
 ROWS = torch.arange(1, 15)
@@ -72,7 +73,7 @@ def test_a_producer_far_ahead_is_not_drained() -> None:
     task = desk.add(streams=("x",))
     desk.feed(task, *ROWS[:8].split(1))
     inputs = task.inputs
-    assert isinstance(inputs, Fed)
+    assert isinstance(inputs, GivenInputs)
     assert len(inputs.tensors("x")) == 5  # two rows and one of context were taken
     desk.run()
     assert inputs.tensors("x") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -212,6 +213,30 @@ async def test_a_stage_that_cannot_load_is_shown_at_once_with_its_own_error() ->
         async with asyncio.timeout(10), AsyncOmni(config):
             pass
     assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "shown"),
+    [
+        pytest.param("refuse", False, id="on purpose"),
+        pytest.param("stumble", True, id="by a fault"),
+    ],
+)
+async def test_a_worker_logs_where_a_fault_came_from_but_not_a_refusal(
+    engine: str,
+    shown: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    stage = f"a: {{engine: 'tests.runtime.engines:{engine}'}}"
+    config = parse_pipeline(f"stages: {{{stage}}}\noutputs: {{text: a.text}}\n", "test.yaml")
+    caplog.set_level(logging.INFO)
+    with pytest.raises(StageUnavailable, match="cannot load: .*cannot be made"):
+        async with asyncio.timeout(20), AsyncOmni(config):
+            pass
+    assert "cannot be made" in caplog.text
+    assert ("Traceback" in caplog.text) is shown
 
 
 async def test_closing_lets_running_requests_finish() -> None:

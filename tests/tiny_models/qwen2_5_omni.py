@@ -149,7 +149,7 @@ def save(folder: Path, seed: int = 0) -> Path:
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.12)
-        _make_audible(model.token2wav)
+        make_audible(model.token2wav)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=1))
@@ -157,11 +157,12 @@ def save(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _make_audible(token2wav: Any) -> None:
-    """As it was made, it would whisper far below what 16 bits can tell."""
+def make_audible(token2wav: Any, wild: float = 0.15) -> None:
+    """As it was made, it would whisper far below what 16 bits can tell. `wild` is the standard
+    deviation of the DiT's weights."""
     for parameter in token2wav.code2wav_dit_model.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0, 0.15)
+            parameter.normal_(0, wild)
     for parameter in token2wav.code2wav_bigvgan_model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.75 / parameter[0].numel() ** 0.5)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2_5OmniToken2WavConfig, Qwen2_5OmniToken2WavModel
 
+from tests.tiny_models.qwen2_5_omni import make_audible
+
 CODES = 256  # codes used in tests
 BLOCK = 12  # codes of a block
 HOP = 480  # samples of a code
@@ -48,16 +50,8 @@ def model(seed: int = 0, wild: float = 0.15) -> Qwen2_5OmniToken2WavModel:
     config = Qwen2_5OmniToken2WavConfig(dit_config=DIT, bigvgan_config=BIGVGAN)
     made = Qwen2_5OmniToken2WavModel(config).float().eval()
     with torch.no_grad():
-        for parameter in made.code2wav_dit_model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, wild)
-        for parameter in made.code2wav_bigvgan_model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, LOUD / parameter[0].numel() ** 0.5)
+        make_audible(made, wild)
     return made
-
-
-LOUD = 0.75  # standard deviation of BigVGAN weights, by fan-in
 
 
 def save(folder: Path, made: Any) -> Path:
